@@ -1,0 +1,58 @@
+"""The networks: a backbone with its input convention, the heads of Sec. 3.3, and both together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdc_plugin.errors import UserError
+
+
+class Backbone(nn.Module):
+    """Normalised images (N, 3, H, W) to features (N, feature_dim), with what its input must look like.
+
+    Args:
+        module: any network whose output is (N, feature_dim) or (N, feature_dim, 1, 1).
+        mean, std: the statistics that images in [0, 1] are normalised with, one number a channel.
+        input_size: side of the square images it was trained on.
+        spec: how to build ``module`` again (see ``checkpoints.architectures``); None for a user's own class.
+        assumed: names of the facts above that the checkpoint did not state.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        module: nn.Module,
+        feature_dim: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        input_size: int,
+        spec: dict[str, Any] | None = None,
+        assumed: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise UserError(f"mean and std take 3 numbers each, std above 0; found mean={mean} std={std}")
+        self.module = module
+        self.feature_dim = int(feature_dim)
+        self.input_size = int(input_size)
+        self.spec = spec
+        self.assumed = tuple(assumed)
+        self.register_buffer("mean", torch.tensor([float(m) for m in mean]), persistent=False)
+        self.register_buffer("std", torch.tensor([float(s) for s in std]), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.module(images)
+        if features.ndim == 4 and features.shape[2:] == (1, 1):
+            features = features.flatten(1)
+        if features.ndim != 2 or features.shape[1] != self.feature_dim:
+            raise UserError(
+                f"the backbone was declared with feature_dim={self.feature_dim}, but gave shape "
+                f"{tuple(features.shape)}; pool its output to (N, {self.feature_dim}) or state the right size"
+            )
+        return features
