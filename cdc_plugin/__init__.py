@@ -1,0 +1,46 @@
+"""Calibrated clusters from any self-supervised image backbone, without labels.
+
+The names below are the public interface; they are imported when first used, so that ``import cdc_plugin``
+costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cdc_plugin.checkpoints.formats import load_backbone as load_backbone
+    from cdc_plugin.clusterer import Clusterer as Clusterer
+    from cdc_plugin.clusterer import load_model as load_model
+    from cdc_plugin.config import AugmentConfig as AugmentConfig
+    from cdc_plugin.config import RefineConfig as RefineConfig
+    from cdc_plugin.errors import UserError as UserError
+    from cdc_plugin.evaluation import Report as Report
+    from cdc_plugin.model import Backbone as Backbone
+    from cdc_plugin.pipeline import refine as refine
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AugmentConfig": "config",
+    "Backbone": "model",
+    "Clusterer": "clusterer",
+    "RefineConfig": "config",
+    "Report": "evaluation",
+    "UserError": "errors",
+    "load_backbone": "checkpoints.formats",
+    "load_model": "clusterer",
+    "refine": "pipeline",
+}
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'cdc_plugin' has no attribute {name!r}")
+    return getattr(import_module(f"cdc_plugin.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights
 from cdc_plugin.errors import UserError
 
 
@@ -56,3 +57,25 @@ class Backbone(nn.Module):
                 f"{tuple(features.shape)}; pool its output to (N, {self.feature_dim}) or state the right size"
             )
         return features
+
+
+class ClusterHead(nn.Sequential):
+    """The three-layer head of Sec. 3.3: D features, H hidden units with BatchNorm and ReLU, C logits."""
+
+    def __init__(self, feature_dim: int, hidden: int, clusters: int) -> None:
+        super().__init__(
+            nn.Linear(feature_dim, hidden),
+            nn.BatchNorm1d(hidden, eps=BATCHNORM_EPSILON),
+            nn.ReLU(inplace=True),
+            nn.Linear(hidden, clusters),
+        )
+
+    @torch.no_grad()
+    def initialize(self, weights: HeadWeights) -> None:
+        first, norm, _, second = self
+        for layer, weight in ((first, weights.first), (second, weights.second)):
+            layer.weight.copy_(weight)
+            layer.bias.zero_()
+        norm.reset_parameters()
+        norm.running_mean.copy_(weights.mean)
+        norm.running_var.copy_(weights.variance)

@@ -1,0 +1,33 @@
+"""Images from any source as one square uint8 array, data sets by name, and the three views of a sample."""
+
+from cdc_plugin.data.images import ImageSet, native_size, open_images, storage_size
+from cdc_plugin.data.named import NamedDataset, data_root, datasets
+from cdc_plugin.data.source import ImageSource, UnreadableImageError
+from cdc_plugin.data.views import (
+    OPERATIONS,
+    Views,
+    ViewSettings,
+    make_views,
+    plain_view,
+    strong_view,
+    weak_view,
+)
+
+__all__ = [
+    "OPERATIONS",
+    "ImageSet",
+    "ImageSource",
+    "NamedDataset",
+    "UnreadableImageError",
+    "ViewSettings",
+    "Views",
+    "data_root",
+    "datasets",
+    "make_views",
+    "native_size",
+    "open_images",
+    "plain_view",
+    "storage_size",
+    "strong_view",
+    "weak_view",
+]

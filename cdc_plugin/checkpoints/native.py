@@ -1,0 +1,83 @@
+"""The package's own result folder: weights in ``model.safetensors``, how to rebuild in ``model.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cdc_plugin.checkpoints.architectures import build
+from cdc_plugin.checkpoints.formats import CheckpointFormat, formats
+from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint, strip_prefix
+from cdc_plugin.checkpoints.strict import load_strictly
+from cdc_plugin.errors import UserError
+from cdc_plugin.model import Backbone
+
+VERSION = 1
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+
+
+def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Description and tensors of a result folder, or of the ``model.safetensors`` inside it."""
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    if not given.exists():
+        raise UserError(f"there is no result folder {given}; give the folder that cdc-refine wrote")
+    for name in (DESCRIPTION, WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} has no {name}; is the run unfinished? Let it end first")
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / DESCRIPTION} is not JSON ({error}); was the run interrupted?") from error
+    _check_description(description, folder / DESCRIPTION)
+    return description, read_checkpoint(folder / WEIGHTS).state
+
+
+def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], source: str) -> Backbone:
+    """The backbone part of a result folder, with the input convention it was refined with."""
+    record = description["backbone"]
+    if not isinstance(record.get("spec"), dict):
+        raise UserError(
+            f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
+            "build that network and load the tensors named backbone.* into it"
+        )
+    network, feature_dim = build(record["spec"])
+    # Backbone keeps its network as ``module``; both spellings of the prefix are taken.
+    weights = strip_prefix(tensors, "backbone.")
+    if weights and all(key.startswith("module.") for key in weights):
+        weights = strip_prefix(weights, "module.")
+    load_strictly(network, weights, source)
+    return Backbone(network, feature_dim, record["mean"], record["std"], record["input_size"], record["spec"])
+
+
+def _check_description(description: Any, file: Path) -> None:
+    if not isinstance(description, dict) or description.get("format") != "cdc_plugin":
+        raise UserError(f'{file} does not say "format": "cdc_plugin"; it is not a result of cdc-refine')
+    version = description.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise UserError(f"{file} has version {version!r}, this release reads up to {VERSION}; upgrade cdc-plugin")
+    backbone = description.get("backbone")
+    lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in (backbone or {})]
+    if lacking:
+        raise UserError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    beside = checkpoint.sidecar.get(DESCRIPTION)
+    described = isinstance(beside, dict) and beside.get("format") == "cdc_plugin"
+    # Weights that lost their description are told by both heads, and then the error says what is missing.
+    heads = ("clustering_head.", "calibration_head.")
+    return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
+
+
+def _load(checkpoint: Checkpoint, arch: str | None) -> Backbone:
+    if arch is not None:
+        raise UserError(f"{checkpoint.path} states its own network; leave --arch {arch} out")
+    description, tensors = read_native(checkpoint.path)
+    return native_backbone(description, tensors, str(checkpoint.path))
+
+
+formats.register("native")(CheckpointFormat("native", _matches, _load, rank=10))

@@ -1,0 +1,67 @@
+"""Weights go into a network whole or not at all: every name and shape must agree, or the error says which."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from cdc_plugin.errors import UserError
+
+# A classifier that the features do not pass through; its weights may stay behind.
+HEAD_PREFIXES = ("fc.", "head.", "heads.", "head_dist.", "classifier.")
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names on which a network and a state dict disagree."""
+
+    matched: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+
+def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
+    """What a strict load would object to, a dropped classifier and absent batch counters aside."""
+    wanted = network.state_dict()
+    shared = [key for key in wanted if key in state]
+    misshapen = [key for key in shared if wanted[key].shape != state[key].shape]
+    missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in state if key not in wanted and not key.startswith(HEAD_PREFIXES)]
+    return Differences(len(shared) - len(misshapen), tuple(missing), tuple(unexpected), tuple(misshapen))
+
+
+def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Copy the weights into the network, or raise with counts and the names nearest to those not found."""
+    differences = compare(network, state)
+    if differences:
+        raise UserError(_explain(differences, network, state, source))
+    wanted = network.state_dict()
+    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
+
+
+def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
+    wanted = network.state_dict()
+    parts = [
+        f"{source} does not fit the network: {found.matched} of {len(wanted)} weights match, "
+        f"{len(found.missing)} missing, {len(found.unexpected)} unexpected, {len(found.misshapen)} misshapen"
+    ]
+    if found.missing:
+        parts.append("missing " + ", ".join(_with_nearest(k, found.unexpected) for k in found.missing[:5]))
+    if found.unexpected:
+        parts.append("unexpected " + ", ".join(_with_nearest(k, found.missing) for k in found.unexpected[:5]))
+    if found.misshapen:
+        shapes = [f"{k} {tuple(state[k].shape)} for {tuple(wanted[k].shape)}" for k in found.misshapen[:5]]
+        parts.append("shapes " + ", ".join(shapes))
+    return "; ".join(parts) + "; pass the --arch it was trained with"
+
+
+def _with_nearest(key: str, others: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key, others[:500], n=1)
+    return f"{key} (near: {near[0]})" if near else key

@@ -1,0 +1,166 @@
+"""State dicts with torchvision's names: any ResNet by its shapes, other classifiers by comparison."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdc_plugin.checkpoints.architectures import build, image_size_default, skeleton
+from cdc_plugin.checkpoints.formats import CheckpointFormat, formats
+from cdc_plugin.checkpoints.reader import Checkpoint
+from cdc_plugin.checkpoints.stem import pool_by_weights
+from cdc_plugin.checkpoints.strict import HEAD_PREFIXES, compare, load_strictly
+from cdc_plugin.errors import UserError
+from cdc_plugin.model import Backbone
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BLOCK_PARTS = re.compile(r"layer[1-4]\.\d+\.(conv[123]|bn[123]|downsample\.[01])\.\w+")
+# Which torchvision models may hide behind a key that only they have.
+CANDIDATES = {
+    "encoder.layers.encoder_layer_0.ln_1.weight": (
+        "vit_b_16",
+        "vit_b_32",
+        "vit_l_16",
+        "vit_l_32",
+        "vit_h_14",
+    ),
+    "trunk_output.block1.block1-0.proj.0.weight": tuple(
+        f"regnet_{kind}_{size}" for kind in "xy" for size in ("400mf", "800mf", "1_6gf", "3_2gf", "8gf", "16gf", "32gf")
+    ),
+    "features.denseblock1.denselayer1.norm1.weight": (
+        "densenet121",
+        "densenet161",
+        "densenet169",
+        "densenet201",
+    ),
+    "features.1.0.layer_scale": ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large"),
+    "features.1.0.attn.relative_position_bias_table": (
+        *("swin_t", "swin_s", "swin_b"),
+        *("swin_v2_t", "swin_v2_s", "swin_v2_b"),
+    ),
+    "features.1.conv.0.0.weight": ("mobilenet_v2",),
+    "features.1.block.0.0.weight": ("mobilenet_v3_small", "mobilenet_v3_large"),
+    "features.1.0.block.0.0.weight": (
+        *(f"efficientnet_b{number}" for number in range(8)),
+        *("efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l"),
+    ),
+    "features.0.weight": tuple(f"vgg{n}{bn}" for n in (11, 13, 16, 19) for bn in ("", "_bn")),
+}
+
+
+def is_resnet(state: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of torchvision's ResNet; other parts in its blocks make another network."""
+    anchors = ("conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer4.0.conv1.weight")
+    inside = [key for key in state if re.match(r"layer\d+\.\d+\.", key)]
+    return all(key in state for key in anchors) and all(BLOCK_PARTS.fullmatch(key) for key in inside)
+
+
+def resnet_spec(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The ResNet that these shapes belong to, and which facts of its stem the shapes leave open."""
+    stages = range(1, 5)
+    depths = [len({k.split(".")[1] for k in state if k.startswith(f"layer{stage}.")}) for stage in stages]
+    spec: dict[str, Any] = {"family": "resnet", "block": "basic", "depths": depths}
+    if "layer1.0.conv3.weight" in state:
+        widths = [state[f"layer{stage}.0.conv3.weight"].shape[0] // 4 for stage in stages]
+        inner, per_group = state["layer1.0.conv2.weight"].shape[:2]
+        groups = inner // per_group
+        spec |= {
+            "block": "bottleneck",
+            "groups": groups,
+            "width_per_group": 64 * inner // (groups * widths[0]),
+        }
+    else:
+        widths = [state[f"layer{stage}.0.conv1.weight"].shape[0] for stage in stages]
+    stem_width, channels, kernel = state["conv1.weight"].shape[:3]
+    if channels != 3:
+        raise UserError(f"expected a network for RGB images (3 channels), found conv1 with {channels} channels")
+    spec["widths"] = widths
+    spec["stem"] = {"kernel": kernel, "stride": 2, "padding": kernel // 2, "pool": True}
+    if stem_width != widths[0]:
+        spec["stem"]["width"] = stem_width
+    if kernel >= 7:
+        return spec, ()
+    # A small stem is for small images; torchvision has none, and projects do not agree on the rest of it.
+    spec["stem"] |= {"stride": 1, "pool": pool_by_weights(state).kept}
+    return spec, ("stem.pool", "stem.padding", "stem.stride")
+
+
+def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """The torchvision network, other than a ResNet, whose names and shapes are these."""
+    for spec in _plausible(state):
+        if not compare(skeleton(spec), state):
+            return spec
+    return None
+
+
+def load_torchvision(checkpoint: Checkpoint, arch: str | None) -> Backbone:
+    """A backbone from a state dict with torchvision's names; ImageNet's mean and std are assumed."""
+    state = checkpoint.state
+    open_facts: tuple[str, ...] = ()
+    spec: dict[str, Any] | None
+    if is_resnet(state):
+        spec, open_facts = resnet_spec(state)
+        if arch is not None:
+            _check_named_resnet(arch, spec, checkpoint)
+    else:
+        spec = _named_spec(arch, state) if arch is not None else identify(state)
+    if spec is None:
+        raise UserError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
+    network, feature_dim = build(spec)
+    load_strictly(network, state, str(checkpoint.path))
+    size = spec.get("kwargs", {}).get("image_size")
+    return Backbone(
+        network,
+        feature_dim,
+        IMAGENET_MEAN,
+        IMAGENET_STD,
+        size or image_size_default(spec),
+        spec,
+        assumed=("mean", "std", *(() if size else ("input_size",)), *open_facts),
+    )
+
+
+def _plausible(state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    for anchor, names in CANDIDATES.items():
+        if anchor in state:
+            yield from (_named_spec(name, state) for name in names)
+
+
+def _named_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"family": "torchvision", "name": name}
+    positions, patches = state.get("encoder.pos_embedding"), state.get("conv_proj.weight")
+    if positions is not None and patches is not None:
+        spec["kwargs"] = {"image_size": math.isqrt(positions.shape[1] - 1) * patches.shape[-1]}
+    return spec
+
+
+def _check_named_resnet(arch: str, spec: dict[str, Any], checkpoint: Checkpoint) -> None:
+    from torchvision import models
+
+    with torch.device("meta"):
+        expected = models.get_model(arch, weights=None).state_dict()
+    actual = skeleton(spec).state_dict()
+    # The stem may be adapted to small images and the widths reduced; other blocks are another network.
+    if {k for k in expected if not k.startswith(HEAD_PREFIXES)} != set(actual):
+        raise UserError(
+            f"--arch {arch} does not fit {checkpoint.path}: it is a ResNet of {spec['block']} blocks, "
+            f"{spec['depths']} a stage; leave --arch out"
+        )
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    return is_resnet(checkpoint.state) or identify(checkpoint.state) is not None
+
+
+def _knows(arch: str) -> bool:
+    from torchvision import models
+
+    return arch in models.list_models(module=models)
+
+
+formats.register("torchvision")(CheckpointFormat("torchvision", _matches, load_torchvision, rank=50, knows=_knows))

@@ -1,0 +1,223 @@
+"""The commands: arguments to config to pipeline. The only file that prints and exits.
+
+Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdc_plugin import __version__
+from cdc_plugin.errors import UserError
+
+if TYPE_CHECKING:
+    from cdc_plugin.evaluation import Report
+
+REFINE_EPILOG = """examples:
+  cdc-refine --demo
+  cdc-refine --backbone checkpoint.pth --data photos/ --clusters 10
+  cdc-refine --backbone moco_r34.pth --data cifar10 --recipe cifar10 --out runs/cifar10
+  cdc-refine --backbone big_vit.pth --arch vit_base_patch16_224 --data photos/ --clusters 20 --freeze-backbone
+  cdc-refine --resume --out runs/cifar10
+  cdc-refine --recipe digits --backbone b.pt --clusters 10 augment.crop_scale=0.8 lr_backbone=1e-4
+
+Any setting can be given as key=value; --dry-run prints all of them as they would be used.
+"""
+
+
+def refine_command(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``cdc-refine``."""
+    _guard(_refine, refine_parser(), arguments)
+
+
+def predict_command(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``cdc-predict``."""
+    _guard(_predict, predict_parser(), arguments)
+
+
+def refine_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cdc-refine",
+        description="Turn a pretrained image backbone into clusters whose confidence matches their accuracy, "
+        "without labels.",
+        epilog=REFINE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to run on")
+    what.add_argument("--backbone", metavar="FILE", help="checkpoint, result folder of ours, or timm:NAME")
+    what.add_argument("--data", metavar="PATH_OR_NAME", help="image folder, .npz, .npy, or a data set's name")
+    what.add_argument("--clusters", type=int, metavar="C", help="number of clusters, at least 2")
+    what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
+    what.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
+    what.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
+    what.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
+
+    how = parser.add_argument_group("how")
+    how.add_argument("--mini-clusters", type=int, metavar="K", help="fewer penalise confidence more")
+    how.add_argument("--epochs", type=int, metavar="N")
+    how.add_argument("--freeze-backbone", action="store_true", help="train the heads only, on cached features")
+    how.add_argument("--seed", type=int, metavar="S")
+    how.add_argument("--device", metavar="D", help="auto (default), cpu, cuda, cuda:1, mps")
+    how.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
+
+    where = parser.add_argument_group("where the results go")
+    where.add_argument("--out", metavar="DIR", help="result folder (default: a new one below cdc-runs)")
+    existing = where.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    existing.add_argument("--overwrite", action="store_true", help="replace the result files in --out")
+
+    other = parser.add_argument_group("other")
+    other.add_argument("--demo", action="store_true", help="run on the embedded handwritten digits")
+    other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
+    other.add_argument("--dry-run", action="store_true", help="print resolved settings and plan, and stop")
+    other.add_argument("--quiet", action="store_true", help="print the outcome only")
+    other.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    return parser
+
+
+def predict_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cdc-predict",
+        description="Sort new images into the clusters of a finished run.",
+        epilog="example:\n  cdc-predict --model runs/photos --data new_photos/ --out new.csv",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="result folder of cdc-refine")
+    parser.add_argument("--data", required=True, metavar="PATH_OR_NAME", help="image folder, file, .npz or .npy")
+    parser.add_argument("--out", required=True, metavar="FILE.csv", help="table to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the table if it is there")
+    parser.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
+    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    return parser
+
+
+def _refine(options: argparse.Namespace) -> None:
+    from cdc_plugin.config import load_config, recipe_names, recipe_summary, to_yaml
+
+    if options.list_recipes:
+        for name in recipe_names():
+            print(f"{name:14s} {recipe_summary(name)}")
+        return
+    flags: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in (
+            "backbone",
+            "format",
+            "arch",
+            "data",
+            "clusters",
+            "mini_clusters",
+            "epochs",
+            "seed",
+            "device",
+        )
+    }
+    flags |= {
+        "out": options.out,
+        "labels": False if options.no_labels else None,
+        "freeze_backbone": True if options.freeze_backbone else None,
+    }
+    recipe = options.recipe
+    if options.demo:
+        from cdc_plugin.demo import demo_settings
+
+        recipe = recipe or "digits"
+        flags = {**demo_settings(), **{key: value for key, value in flags.items() if value is not None}}
+    config = load_config(recipe, flags, options.overrides)
+    if options.dry_run:
+        from cdc_plugin.pipeline import plan
+
+        resolved, lines = plan(config)
+        print(to_yaml(resolved), end="")
+        print("\n".join(f"# {line}" for line in lines))
+        return
+    if not options.quiet:
+        _log_to_terminal()
+    from cdc_plugin.pipeline import run
+
+    report = run(config, resume=options.resume, overwrite=options.overwrite)
+    print(outcome(report))
+
+
+def _predict(options: argparse.Namespace) -> None:
+    out = Path(options.out)
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; give the path of a file, such as {out / 'predictions.csv'}")
+    if out.exists() and not options.overwrite:
+        raise UserError(f"{out} is already there; give another --out, or --overwrite to replace it")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {out.absolute().parent} to write {out.name} to")
+    from cdc_plugin.pipeline import predict_file
+
+    table, skipped = predict_file(options.model, options.data, out, options.device)
+    print(f"{len(table)} images, mean confidence {table['confidence'].mean():.1%}: {out}")
+    for name, reason in skipped:
+        print(f"skipped {name}: {reason}", file=sys.stderr)
+
+
+def outcome(report: Report) -> str:
+    """The table that a run ends with."""
+    metrics = report.metrics
+    before, after = metrics["before"], metrics["after"]
+    rows = [
+        ("k-means on the features", before["kmeans"], after["kmeans"]),
+        ("clustering head", before["clustering_head"], after["clustering_head"]),
+        ("calibration head", before["calibration_head"], after["calibration_head"]),
+    ]
+    columns = ["ACC", "NMI", "ARI", "ECE", "CONF"] if metrics["labels"] else ["CONF"]
+    lines = ["", f"{'in %, before -> after':24s}" + "".join(f"{name:>15s}" for name in columns)]
+    for title, old, new in rows:
+        cells = [f"{_percent(old.get(name))} -> {_percent(new.get(name))}" for name in columns]
+        lines.append(f"{title:24s}" + "".join(f"{cell:>15s}" for cell in cells))
+    facts = metrics["label_free"]
+    lines += [
+        "",
+        f"{metrics['images']} images in {metrics['clusters']} clusters; expected accuracy "
+        f"{facts['expected_accuracy']:.1%} (mean calibrated confidence), heads agree on {facts['heads_agree']:.1%}",
+    ]
+    if facts["empty_clusters"]:
+        lines.append(f"warning: {facts['empty_clusters']} clusters are empty; try fewer --clusters")
+    if metrics["skipped"]:
+        lines.append(f"{len(metrics['skipped'])} images could not be read; report.json names them")
+    lines.append(f"results: {report.folder}")
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _log_to_terminal() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("cdc_plugin").addHandler(handler)
+
+
+def _guard(
+    command: Callable[[argparse.Namespace], None],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+) -> None:
+    """Run a command; what the user can mend becomes one line and exit code 2."""
+    # key=value words may stand before, between and after the options.
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        command(options)
+    except UserError as error:
+        _stop(f"{parser.prog}: error: {error}", 2)
+    except KeyboardInterrupt:
+        _stop(f"{parser.prog}: interrupted; finished epochs are kept, go on with --resume", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def _stop(message: str, code: int) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,117 @@
+"""A finished model: backbone, both heads, and the files they are kept in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS, native_backbone, read_native
+from cdc_plugin.checkpoints.reader import strip_prefix
+from cdc_plugin.checkpoints.strict import load_strictly
+from cdc_plugin.data.images import open_images
+from cdc_plugin.data.views import ViewSettings, plain_view
+from cdc_plugin.errors import UserError
+from cdc_plugin.model import Backbone, ClusterHead
+from cdc_plugin.runtime import write_atomically
+
+
+class Clusterer(nn.Module):
+    """Normalised images (N, 3, H, W) to the (N, C) logits of the calibration head, which predicts (Sec. 3.4)."""
+
+    def __init__(self, backbone: Backbone, clustering_head: nn.Module, calibration_head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.clustering_head = clustering_head
+        self.calibration_head = calibration_head
+
+    @property
+    def clusters(self) -> int:
+        return int(self.calibration_head[-1].out_features)  # type: ignore[index]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.calibration_head(self.backbone(images))
+
+    @torch.no_grad()
+    def predict_proba(self, images: Any, batch_size: int = 256) -> NDArray[np.float32]:
+        """Calibrated probabilities (N, C) of uint8 arrays, PIL images or paths; one image gives one row.
+
+        Args:
+            images: (H, W, 3) or (N, H, W, 3) uint8, a PIL image, a path of an image or folder, or a list.
+        """
+        if isinstance(images, np.ndarray) and (images.ndim == 2 or (images.ndim == 3 and images.shape[-1] == 3)):
+            images = images[None]
+        elif not isinstance(images, (np.ndarray, Tensor, list, tuple, str, Path)):
+            images = [images]
+        elif isinstance(images, (list, tuple)) and images and isinstance(images[0], np.ndarray):
+            images = np.stack(images)
+        found = open_images(images, self.backbone.input_size, labels=False)
+        if found.skipped:
+            name, reason = found.skipped[0]
+            raise UserError(f"cannot read {name}: {reason}")
+        settings = view_settings(self.backbone)
+        self.eval()
+        device = next(self.parameters()).device
+        rows = []
+        for part in torch.arange(len(found)).split(batch_size):
+            views = plain_view(found.batch(part).to(device), settings)
+            rows.append(F.softmax(self(views), dim=1).cpu())
+        return torch.cat(rows).numpy()
+
+    def save(self, folder: Path, provenance: dict[str, Any]) -> None:
+        """Write ``model.safetensors`` and ``model.json``, each whole or not at all."""
+        from safetensors.torch import save_file
+
+        backbone = self.backbone
+        description = {
+            "format": "cdc_plugin",
+            "version": VERSION,
+            "backbone": {
+                "spec": backbone.spec,
+                "feature_dim": backbone.feature_dim,
+                "mean": [round(value, 6) for value in backbone.mean.tolist()],
+                "std": [round(value, 6) for value in backbone.std.tolist()],
+                "input_size": backbone.input_size,
+            },
+            "heads": {"hidden": self.calibration_head[0].out_features, "clusters": self.clusters},  # type: ignore[index]
+            "provenance": provenance,
+        }
+        tensors = {
+            f"{part}.{name}": tensor.detach().cpu().contiguous()
+            for part, module in (
+                ("backbone", backbone.module),
+                ("clustering_head", self.clustering_head),
+                ("calibration_head", self.calibration_head),
+            )
+            for name, tensor in module.state_dict().items()
+        }
+        write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
+        text = json.dumps(description, indent=2) + "\n"
+        write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def load_model(path: str | Path) -> Clusterer:
+    """The model of a result folder that ``cdc-refine`` wrote, in evaluation mode."""
+    description, tensors = read_native(path)
+    backbone = native_backbone(description, tensors, str(path))
+    size = description.get("heads") or {}
+    if not all(isinstance(size.get(key), int) for key in ("hidden", "clusters")):
+        raise UserError(f"{path} does not state the size of its heads; was {DESCRIPTION} edited by hand?")
+    heads = []
+    for name in ("clustering_head", "calibration_head"):
+        head = ClusterHead(backbone.feature_dim, size["hidden"], size["clusters"])
+        load_strictly(head, strip_prefix(tensors, f"{name}."), f"{path} ({name})")
+        heads.append(head)
+    return Clusterer(backbone, *heads).eval()
+
+
+def view_settings(backbone: Backbone, **augmentation: Any) -> ViewSettings:
+    """The views that suit a backbone: its size and statistics, and the augmentation asked for."""
+    mean, std = backbone.mean.tolist(), backbone.std.tolist()
+    return ViewSettings(backbone.input_size, tuple(mean), tuple(std), **augmentation)

@@ -1,0 +1,248 @@
+"""What a run is made of: defaults < recipe < flags < key=value. A *recipe* is the YAML of these fields.
+
+``None`` means "choose for me": `resolve` puts numbers in their place once the data are known, without labels,
+and the result is what ``config.yaml`` in the result folder holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cdc_plugin.errors import UserError
+
+
+@dataclass
+class AugmentConfig:
+    """The weak and strong views (Sec. 4.1 and its appendix: those of SCAN)."""
+
+    flip: bool | None = None  # mirror left and right; None: only if the backbone takes no notice of it
+    crop_scale: float | None = None  # least share of the area that random crops keep; None: likewise
+    operations: int = 4  # random operations of a strong view
+    exclude: list[str] = field(default_factory=list)  # operations that do not suit the data
+    cutout: int | None = None  # largest side of the hole in a strong view, in pixels
+
+
+@dataclass
+class RefineConfig:
+    """One run of the self-labeling stage. The paper's symbols: C, B, B_s, K, H and w_en."""
+
+    backbone: str | None = None  # checkpoint file, result folder, or timm:NAME
+    format: str | None = None  # what wrote the checkpoint; None: found out from its content
+    arch: str | None = None  # network of a checkpoint that does not say
+    data: str | None = None  # folder, .npz, .npy or the name of a data set
+    data_root: str | None = None  # where named data sets lie
+    labels: bool = True  # use class sub-folders or label arrays for the report (never for training)
+    out: str | None = None  # result folder; None: a new one below cdc-runs
+
+    clusters: int | None = None  # C
+    mini_clusters: int | None = None  # K
+    hidden: int = 512  # H
+    entropy_weight: float = 1.0  # w_en
+    selection: str = "confident"
+
+    epochs: int | None = None
+    batch_size: int | None = None  # B: selection and mini-clusters are computed over it
+    sub_batch_size: int | None = None  # B_s: one step of both optimisers
+    lr_heads: float | None = None
+    lr_backbone: float | None = None
+    schedule: str = "cosine"  # or constant, as in the paper
+    freeze_backbone: bool = False
+    frozen_views: int = 8  # weak and strong views a sample whose features are cached with a frozen backbone
+
+    input_size: int | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "float32"  # or bfloat16 / float16: autocast
+
+
+SCHEDULES = ("cosine", "constant")
+PRECISIONS = ("float32", "bfloat16", "float16")
+# The paper trains CIFAR-10 for about 12,000 steps at these rates.
+PAPER_STEPS, PAPER_LR_HEADS, PAPER_LR_BACKBONE = 12_000, 1e-4, 5e-5
+
+
+def recipe_folder() -> Path:
+    """Where the shipped recipes lie: inside the installed package, or beside it in a checkout."""
+    installed = Path(__file__).parent / "recipes"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+
+
+def recipe_summary(name: str) -> str:
+    """The comment that opens a recipe, as one line."""
+    lines = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+
+
+def load_config(
+    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
+) -> RefineConfig:
+    """Defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(RefineConfig)
+    layers: list[tuple[str, Any]] = []
+    if recipe is not None:
+        path = _recipe_path(recipe)
+        try:
+            layers.append((f"recipe {path}", OmegaConf.load(path)))
+        except OSError as error:
+            raise UserError(f"cannot read recipe {path}: {error.strerror}") from error
+        except Exception as error:  # YAML errors of several libraries
+            reason = " ".join(str(error).split())
+            raise UserError(f"recipe {path} is not valid YAML: {reason[:300]}") from error
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    nested = OmegaConf.create()
+    for key, value in given.items():
+        OmegaConf.update(nested, key, str(value) if isinstance(value, Path) else value)
+    layers.append(("options", nested))
+    words = list(overrides)
+    for word in words:
+        if "=" not in word:
+            raise UserError(f"expected key=value, found {word!r}; for example epochs=30 or augment.flip=false")
+    layers.append(("key=value", OmegaConf.from_dotlist(words)))
+
+    for name, layer in layers:
+        if not OmegaConf.is_dict(layer):
+            raise UserError(f"{name}: expected keys and values, as in 'clusters: 10'")
+        _refuse_unknown_keys(schema, layer, name)
+        try:
+            schema = OmegaConf.merge(schema, layer)
+        except OmegaConfBaseException as error:
+            first_line = str(error).splitlines()[0]
+            raise UserError(f"{name}: {first_line} (key {getattr(error, 'full_key', '') or '?'})") from error
+    config = OmegaConf.to_object(schema)
+    assert isinstance(config, RefineConfig)
+    check(config)
+    return config
+
+
+def check(config: RefineConfig) -> None:
+    """Refuse values that no run can use."""
+    if config.clusters is not None and config.clusters < 2:
+        raise UserError(f"clusters must be at least 2, found {config.clusters}")
+    for name in ("mini_clusters", "batch_size", "sub_batch_size", "input_size", "hidden", "frozen_views"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, found {value}")
+    if config.epochs is not None and config.epochs < 0:
+        raise UserError(f"epochs must be 0 or more, found {config.epochs}")
+    for name in ("lr_heads", "lr_backbone"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 10:
+            raise UserError(f"{name} must lie between 0 and 10, found {value}")
+    if config.sub_batch_size == 1:
+        raise UserError("sub_batch_size must be at least 2: BatchNorm has no statistics of one image")
+    _one_of("schedule", config.schedule, SCHEDULES)
+    _one_of("precision", config.precision, PRECISIONS)
+    scale = config.augment.crop_scale
+    if scale is not None and not 0 < scale <= 1:
+        raise UserError(f"augment.crop_scale is a share of the area above 0 and up to 1, found {scale}")
+    for name in ("mean", "std"):
+        value = getattr(config, name)
+        if value is not None and len(value) != 3:
+            raise UserError(f"{name} takes 3 numbers, one a channel, found {len(value)}")
+
+
+def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
+    """Put a number in place of every None that depends on the size of the data.
+
+    B follows the paper: 1,000 for small images, 500 for large ones, at least 25 images a cluster, but at
+    least four batches an epoch on small sets. K: see `default_mini_clusters`. The paper's rates are made for
+    12,000 steps; a set of a few thousand images gives a few hundred in reasonable time, so the rates grow
+    with the steps that are missing, up to tenfold.
+    """
+    assert config.clusters is not None
+    clusters = config.clusters
+    batch = config.batch_size or max(25 * clusters, min(1000 if input_size <= 128 else 500, images // 4), 64)
+    batch = min(batch, images)
+    if batch < clusters:
+        raise UserError(
+            f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
+            f"found {images} images; take batch_size={4 * clusters} or more, or fewer --clusters"
+        )
+    sub_batch = min(config.sub_batch_size or max(32, batch // 4), batch)
+    steps_an_epoch = sum(split_sizes(size, sub_batch) for size in batch_sizes(images, batch))
+    epochs = config.epochs
+    if epochs is None:
+        epochs = min(100, max(10, math.ceil(SMALL_DATA_STEPS / steps_an_epoch)))
+    missing = min(10.0, max(1.0, PAPER_STEPS / max(1, epochs * steps_an_epoch)))
+    return dataclasses.replace(
+        config,
+        batch_size=batch,
+        sub_batch_size=sub_batch,
+        mini_clusters=min(config.mini_clusters or default_mini_clusters(batch, clusters), batch),
+        epochs=epochs,
+        lr_heads=PAPER_LR_HEADS * missing if config.lr_heads is None else config.lr_heads,
+        lr_backbone=PAPER_LR_BACKBONE * missing if config.lr_backbone is None else config.lr_backbone,
+        input_size=input_size,
+    )
+
+
+SMALL_DATA_STEPS = 300
+
+
+def default_mini_clusters(batch: int, clusters: int) -> int:
+    return min(batch, max(2 * clusters, batch // 5))
+
+
+def batch_sizes(images: int, batch: int) -> list[int]:
+    """An epoch in near-equal batches, so that no image is left out and none is used twice."""
+    count = max(1, round(images / batch))
+    return [images // count + (index < images % count) for index in range(count)]
+
+
+def split_sizes(images: int, part: int) -> int:
+    """Into how many near-equal sub-batches a batch is cut; never so many that one holds a single image."""
+    return max(1, min(round(images / part), images // 2))
+
+
+def to_yaml(config: RefineConfig) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _recipe_path(recipe: str | Path) -> Path:
+    if str(recipe) in recipe_names():
+        return recipe_folder() / f"{recipe}.yaml"
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(str(recipe), recipe_names(), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(f"no recipe {str(recipe)!r}: {hint}--list-recipes names them, or give a YAML file")
+
+
+def _refuse_unknown_keys(schema: Any, layer: Any, name: str, prefix: str = "") -> None:
+    from omegaconf import OmegaConf
+
+    known = {str(key) for key in schema}
+    for key in layer:
+        full = f"{prefix}{key}"
+        if str(key) not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {prefix}{near[0]!s}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise UserError(f"{name}: unknown key {full!r}; {hint}")
+        value = OmegaConf.to_container(layer).get(key) if OmegaConf.is_dict(layer) else None
+        if isinstance(value, dict) and OmegaConf.is_dict(schema[key]):
+            _refuse_unknown_keys(schema[key], layer[key], name, f"{full}.")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{name} is one of {', '.join(known)}; found {value!r}")

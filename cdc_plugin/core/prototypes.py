@@ -1,0 +1,120 @@
+"""Prototype initialisation of both heads (Sec. 3.3), and the scale of their first logits.
+
+Where this parts from the released code, with the accuracy right after initialisation (digits / Fashion-MNIST
+/ ten ImageNet classes / CIFAR-10, on features of small networks; k-means alone gives 92 / 65 / 91 / 58):
+
+* Orthogonalisation is the polar factor, the nearest matrix with orthonormal rows, in closed form: the
+  2,000 gradient steps of the released code approach the same Gram matrix at many times the cost.
+* The prototypes of the second layer are the means of the hidden activations over the k-means partition *of
+  the features*, centred: 93 / 66 / 95 / 60. A second, independent k-means on the activations, as in the
+  paper, can settle in another partition than the one just found: 93 / 65-66 / 83 / 58, below k-means.
+* The scale of the logits is fitted to label-free targets (`consensus_targets`). Left to chance it was
+  92 % confident at 55 % accuracy on Fashion-MNIST.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cdc_plugin.core.kmeans import Partition, kmeans
+from cdc_plugin.core.targets import mini_cluster_targets
+
+STARTS = 10  # k-means restarts on the features: the partition for the heads, and the votes for its confidence
+BATCHNORM_EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of linear (H, D) - BatchNorm - ReLU - linear (C, H); both biases are 0, as in the paper.
+
+    ``mean`` and ``variance`` (H,) are the statistics of the first layer's output on the data, for the
+    BatchNorm layer; ``partition`` (N,) is the k-means partition that the head was made from.
+    """
+
+    first: Tensor
+    mean: Tensor
+    variance: Tensor
+    second: Tensor
+    partition: Tensor
+
+
+def prototype_head(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> HeadWeights:
+    """Head weights from (N, D) features: W1 = k-means_H(z), W2 = prototypes of h, both orthogonalised.
+
+    Any feature size, hidden size and number of clusters will do; with constant features the weights are 0.
+    """
+    directions = standardize_rows(features)
+    runs = sorted((kmeans(directions, clusters, generator) for _ in range(STARTS)), key=lambda r: r.inertia)
+    partition = runs[0].assignment
+
+    prototypes = kmeans(directions, min(hidden, len(features)), generator, iterations=20).centers
+    # Fewer images than hidden units: prototypes serve several units.
+    repeats = -(-hidden // len(prototypes))
+    first = orthogonalize(prototypes.repeat(repeats, 1)[:hidden])
+    before = features @ first.T
+    mean, variance = before.mean(dim=0), before.var(dim=0, unbiased=False)
+    activations = F.relu((before - mean) / (variance + BATCHNORM_EPSILON).sqrt())
+
+    means = _means(standardize_rows(activations), partition, clusters)
+    second = orthogonalize(means - means.mean(dim=0))
+    logits = activations @ second.T
+    targets = consensus_targets(directions, logits.argmax(dim=1), runs, generator)
+    return HeadWeights(first, mean, variance, second * fitted_scale(logits, targets), partition)
+
+
+def standardize_rows(features: Tensor) -> Tensor:
+    """Every row of (N, D) with mean 0 and length 1; a constant row becomes 0.
+
+    Non-negative features all point into one corner of space; without this step k-means can collapse.
+    """
+    centred = features - features.mean(dim=1, keepdim=True)
+    return F.normalize(centred, dim=1, eps=1e-6)
+
+
+def orthogonalize(weight: Tensor) -> Tensor:
+    """The polar factor U Vᵀ of weight = U S Vᵀ: the nearest matrix with orthonormal rows (or columns).
+
+    Directions that the rows do not span are left out, so a singular or zero matrix gives no arbitrary ones.
+    """
+    # In double precision on the CPU: the matrix is small, and not every device has either.
+    left, size, right = torch.linalg.svd(weight.detach().cpu().double(), full_matrices=False)
+    spanned = size > size.max() * 1e-5
+    return ((left * spanned) @ right).to(weight)
+
+
+def consensus_targets(directions: Tensor, labels: Tensor, runs: list[Partition], generator: torch.Generator) -> Tensor:
+    """How far other partitions of the same features bear out (N,) labels, as soft targets (N, C).
+
+    Each k-means run votes with the mean label of the run's cluster that a sample lies in, as mini-clusters
+    do in Sec. 3.1; the votes are then averaged over mini-clusters. Where runs disagree or neighbours are
+    split, targets are soft. A cautious figure: measured against the truth on four data sets its mean was
+    12 and 16 points below the accuracy, 3 below and 6 above it.
+    """
+    one_hot = F.one_hot(labels, len(runs[0].centers)).to(directions.dtype)
+    votes = [mini_cluster_targets(one_hot, run.assignment, len(run.centers)) for run in runs]
+    count = min(max(len(runs[0].centers), len(directions) // 50), 1000)
+    neighbours = kmeans(directions, count, generator, iterations=20).assignment
+    return mini_cluster_targets(torch.stack(votes).mean(dim=0), neighbours, count)
+
+
+def fitted_scale(logits: Tensor, targets: Tensor) -> float:
+    """The factor on (N, C) logits with the least cross-entropy to the targets, by bisection.
+
+    The loss is convex in the factor; its slope is Σ (softmax - target) · logit.
+    """
+    low, high = -10.0, 10.0  # exponents of e
+    for _ in range(40):
+        middle = (low + high) / 2
+        factor = torch.tensor(middle).exp().to(logits)
+        slope = ((F.softmax(logits * factor, dim=1) - targets) * logits).sum()
+        low, high = (low, middle) if slope > 0 else (middle, high)
+    return float(torch.tensor((low + high) / 2).exp())
+
+
+def _means(points: Tensor, assignment: Tensor, clusters: int) -> Tensor:
+    sums = points.new_zeros(clusters, points.shape[1]).index_add_(0, assignment, points)
+    return sums / torch.bincount(assignment, minlength=clusters).clamp(min=1).unsqueeze(1)

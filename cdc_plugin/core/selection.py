@@ -1,0 +1,70 @@
+"""Confidence-aware selection of pseudo-labels (Sec. 3.2, Eq. 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.registry import Registry
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Pseudo-labels (B,), which of them are trusted (B,), and how many each cluster may contribute (C,)."""
+
+    labels: Tensor
+    mask: Tensor
+    quota: Tensor
+
+
+selections: Registry = Registry("selection")
+
+
+@selections.register("confident")
+def select_confident(probs: Tensor) -> Selection:
+    """Trust the top M(c) samples of every cluster c, M(c) being their summed confidence (Eq. 4).
+
+    TOP(c) holds the B // C samples with the largest probability of c. "Confidence" is read as the largest
+    probability of a sample, as in the released code, whose mean times B // C is the sum taken here. The
+    label of a trusted sample is its own most probable cluster, even where another cluster's list holds it.
+
+    Args:
+        probs: (B, C) calibrated probabilities of the weak views.
+    """
+    confidence, labels = probs.max(dim=1)
+    top = _top_samples(probs)
+    return _trust(labels, top, confidence[top].sum(dim=0))
+
+
+@selections.register("confident-column")
+def select_confident_column(probs: Tensor) -> Selection:
+    """As ``confident``, with M(c) the summed probability *of cluster c*: the stricter reading of Eq. 4.
+
+    The readings part where a cluster's list holds samples of other clusters, that is, where the cluster is
+    smaller than B // C: this one then trusts fewer of them.
+    """
+    labels = probs.argmax(dim=1)
+    top = _top_samples(probs)
+    return _trust(labels, top, probs.gather(0, top).sum(dim=0))
+
+
+def _top_samples(probs: Tensor) -> Tensor:
+    batch, clusters = probs.shape
+    if batch < clusters:
+        raise UserError(
+            f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
+            f"pass batch_size={2 * clusters} or more (and at least as many images), or fewer --clusters"
+        )
+    # (B // C, C), best sample first; a stable sort makes ties the same on every device.
+    return probs.sort(dim=0, descending=True, stable=True).indices[: batch // clusters]
+
+
+def _trust(labels: Tensor, top: Tensor, mass: Tensor) -> Selection:
+    quota = mass.floor().long()
+    rank = torch.arange(len(top), device=top.device).unsqueeze(1)
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    mask[top[rank < quota]] = True
+    return Selection(labels, mask, quota)

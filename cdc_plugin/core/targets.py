@@ -1,0 +1,35 @@
+"""Mini-cluster targets of the calibration head (Sec. 3.1)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cdc_plugin.core.kmeans import kmeans
+
+
+def mini_cluster_targets(probs: Tensor, assignment: Tensor, mini_clusters: int) -> Tensor:
+    """Give every sample the mean prediction of its mini-cluster, q̂_k.
+
+    Mini-clusters without samples have no part in the result, so they cannot yield NaN.
+
+    Args:
+        probs: (B, C) probabilities of the clustering head for the plain views.
+        assignment: (B,) mini-cluster of every sample, below ``mini_clusters``.
+
+    Returns:
+        (B, C) soft targets; each row sums to 1.
+    """
+    sums = probs.new_zeros(mini_clusters, probs.shape[1]).index_add_(0, assignment, probs)
+    sizes = torch.bincount(assignment, minlength=mini_clusters).clamp(min=1)
+    return (sums / sizes.unsqueeze(1))[assignment]
+
+
+def mini_clusters_of(features: Tensor, mini_clusters: int, generator: torch.Generator) -> Tensor:
+    """Partition (B, D) features into K mini-clusters and return the mini-cluster (B,) of every sample.
+
+    Rows are L2-normalised. The paper takes the features as they are, the released code L1-normalises them;
+    for non-negative features both normalisations keep directions only. Up to 10 restarts there, one here.
+    """
+    return kmeans(F.normalize(features, dim=1), mini_clusters, generator, iterations=20).assignment

@@ -1,0 +1,71 @@
+"""What every kind of source becomes before its images are read: a count, a reader, names and labels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+WHOLE_HASH_BYTES = 1 << 30  # larger arrays are told apart by a sample of their rows
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Images that are known but not read yet.
+
+    Args:
+        content: uint8 (N, H, W, 3), or a function from index to an RGB image. The function raises
+            ``UnreadableImageError`` for an image to be skipped.
+        names: one name an image.
+        labels: (N,) int64, or None; a reader may fill them in while it reads.
+        digest: changes when the images change.
+        description: what to call the source in messages.
+        workers: threads that may read at once; 1 for a reader that is not known to be thread-safe.
+    """
+
+    content: NDArray[np.uint8] | Callable[[int], Image.Image]
+    names: list[str]
+    labels: NDArray[np.int64] | None
+    class_names: list[str] | None
+    digest: str
+    description: str
+    workers: int = 1
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class UnreadableImageError(Exception):
+    """This one image can not be used; the text is the reason that is reported."""
+
+
+def digest_of(parts: Iterable[str | bytes]) -> str:
+    """Short hash of a sequence of texts; their borders count."""
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def digest_of_array(images: NDArray[np.uint8]) -> str:
+    """Short hash of shape and content; above 1 GB of every k-th row and the last."""
+    step = max(1, -(-images.nbytes // WHOLE_HASH_BYTES))
+    chunk = 1024 * step
+    state = hashlib.blake2b(repr(images.shape).encode(), digest_size=8)
+    for start in range(0, len(images), chunk):
+        state.update(np.ascontiguousarray(images[start : start + chunk : step]).data)
+    state.update(np.ascontiguousarray(images[-1:]).data)
+    return state.hexdigest()
+
+
+def labels_by_class(names: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+    """(N,) index of each class name and the class names in alphabetical order."""
+    class_names = sorted(set(names))
+    index = {name: number for number, name in enumerate(class_names)}
+    return np.array([index[name] for name in names], dtype=np.int64), class_names

@@ -1,0 +1,12 @@
+"""The embedded demo: real handwritten digits and a small backbone pretrained on them without labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BACKBONE = Path(__file__).parent / "demo_backbone.safetensors"
+
+
+def demo_settings() -> dict[str, Any]:
+    return {"backbone": str(BACKBONE), "data": "digits", "clusters": 10}

@@ -1,0 +1,215 @@
+"""The training loop: Algorithm 1 of the paper, and nothing that could see a label.
+
+Per batch of B images and without gradient: the calibration head judges the weak views, which selects
+pseudo-labels; plain features are cut into mini-clusters, which gives soft targets. Per sub-batch: one step of
+backbone and clustering head on the strong views, one step of the calibration head on the plain features.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cdc_plugin.config import RefineConfig, split_sizes
+from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
+from cdc_plugin.core.selection import Selection, selections
+from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
+from cdc_plugin.errors import UserError
+from cdc_plugin.runtime import autocast, generator
+
+
+@dataclass(frozen=True)
+class Views:
+    """One batch: three views of the same B images, or of their features where the backbone is frozen."""
+
+    plain: Tensor
+    weak: Tensor
+    strong: Tensor
+
+
+class Refiner:
+    """Backbone, both heads, their optimisers and the number of finished epochs: all that a run changes."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        clustering_head: nn.Module,
+        calibration_head: nn.Module,
+        config: RefineConfig,
+        device: torch.device,
+        total_steps: int,
+    ) -> None:
+        self.backbone = backbone.to(device)
+        self.clustering_head = clustering_head.to(device)
+        self.calibration_head = calibration_head.to(device)
+        self.config, self.device, self.total_steps = config, device, max(1, total_steps)
+        groups: list[dict[str, Any]] = [{"params": list(clustering_head.parameters()), "lr": config.lr_heads}]
+        if any(True for _ in backbone.parameters()):
+            groups.append({"params": list(backbone.parameters()), "lr": config.lr_backbone})
+        # Two optimisers: the calibration head never moves the backbone (Sec. 3.1, "stop gradient").
+        self.clustering_optimizer = torch.optim.Adam(groups)
+        self.calibration_optimizer = torch.optim.Adam(calibration_head.parameters(), lr=config.lr_heads)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+        self.select: Callable[[Tensor], Selection] = selections.get(config.selection)
+        self.epoch = 0
+        self.steps = 0
+
+    def fit(
+        self,
+        batches: Callable[[int], Iterable[Views]],
+        after_batch: Callable[[dict[str, float]], None],
+        after_epoch: Callable[[dict[str, float]], None],
+    ) -> None:
+        """Train the epochs that are still to do; ``batches(epoch)`` must depend on the epoch only."""
+        assert self.config.epochs is not None
+        while self.epoch < self.config.epochs:
+            randomness = generator(self.config.seed, 2, self.epoch)
+            logs = []
+            for views in batches(self.epoch):
+                logs.append(self.train_batch(views, randomness))
+                after_batch(logs[-1])
+            self.epoch += 1
+            mean = {key: sum(log[key] for log in logs) / len(logs) for key in logs[0]}
+            after_epoch({"epoch": self.epoch, **mean, "lr_factor": self._rate()})
+
+    def train_batch(self, views: Views, randomness: torch.Generator) -> dict[str, float]:
+        """One pass of the outer loop of Algorithm 1; returns means over the batch for the log."""
+        assert self.config.mini_clusters is not None and self.config.sub_batch_size is not None
+        parts = split_sizes(len(views.plain), self.config.sub_batch_size)
+        selection, targets, features = self._judge(views, parts, randomness)
+
+        clustering_losses, calibration_losses = [], []
+        for part in torch.arange(len(features)).tensor_split(parts):
+            rows = slice(int(part[0]), int(part[-1]) + 1)
+            self._set_rates()
+            clustering_losses.append(
+                self._step_clustering(views.strong[rows], selection.labels[rows], selection.mask[rows])
+            )
+            calibration_losses.append(self._step_calibration(features[rows], targets[rows]))
+            self.steps += 1
+        clustering_loss = torch.stack(clustering_losses).mean().item()
+        calibration = torch.stack(calibration_losses).mean().item()
+        if not math.isfinite(clustering_loss + calibration):
+            raise UserError(
+                f"the loss is not finite in epoch {self.epoch + 1}: the rates are too high for this backbone; "
+                f"try lr_backbone={self.config.lr_backbone / 10:g} lr_heads={self.config.lr_heads / 10:g}"  # type: ignore[operator]
+            )
+        return {
+            "clustering_loss": clustering_loss,
+            "calibration_loss": calibration,
+            "selected": selection.mask.float().mean().item(),
+            "confidence": self._confidence,
+        }
+
+    @torch.no_grad()
+    def _judge(self, views: Views, parts: int, randomness: torch.Generator) -> tuple[Selection, Tensor, Tensor]:
+        """Selection from the weak views, soft targets and features from the plain ones.
+
+        Features are taken once a batch, as in the released code; Algorithm 1 computes them again in every
+        sub-batch, which costs a forward pass and changed no result that we measured.
+        """
+        assert self.config.mini_clusters is not None
+        modules = (self.backbone, self.clustering_head, self.calibration_head)
+        for module in modules:
+            _evaluate_with_batch_statistics(module)
+        # Running statistics follow the plain views only, since those are what is predicted on later.
+        features = self._features(views.plain, parts)
+        probs = F.softmax(self.clustering_head(features), dim=1)
+        with _running_statistics_kept(*modules):
+            judged = F.softmax(self.calibration_head(self._features(views.weak, parts)), dim=1)
+        self._confidence = judged.max(dim=1).values.mean().item()
+        mini_clusters = mini_clusters_of(features, self.config.mini_clusters, randomness)
+        targets = mini_cluster_targets(probs, mini_clusters, max(self.config.mini_clusters, len(features)))
+        return self.select(judged), targets, features
+
+    def _features(self, images: Tensor, parts: int) -> Tensor:
+        with autocast(self.device, self.config.precision):
+            features = torch.cat([self.backbone(part) for part in images.tensor_split(parts)])
+        return features.float()
+
+    def _step_clustering(self, strong: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        self.backbone.train()
+        self.clustering_head.train()
+        with _running_statistics_kept(self.backbone, self.clustering_head):
+            with autocast(self.device, self.config.precision):
+                logits = self.clustering_head(self.backbone(strong))
+            loss = pseudo_label_loss(logits.float(), labels, mask)
+            self.clustering_optimizer.zero_grad(set_to_none=True)
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.clustering_optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def _step_calibration(self, features: Tensor, targets: Tensor) -> Tensor:
+        self.calibration_head.train()
+        loss = calibration_loss(self.calibration_head(features), targets, self.config.entropy_weight)
+        self.calibration_optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.calibration_optimizer.step()
+        return loss.detach()
+
+    def _rate(self) -> float:
+        if self.config.schedule == "constant":
+            return 1.0
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps / self.total_steps)))
+
+    def _set_rates(self) -> None:
+        factor = self._rate()
+        rates = [self.config.lr_heads, self.config.lr_backbone]
+        for optimizer in (self.clustering_optimizer, self.calibration_optimizer):
+            for group, rate in zip(optimizer.param_groups, rates, strict=False):
+                group["lr"] = rate * factor  # type: ignore[operator]
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `restore` needs to go on as if nothing had happened."""
+        return {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "scaler": self.scaler.state_dict(),
+            **{name: getattr(self, name).state_dict() for name in _STATEFUL},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        for name in _STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
+        self.scaler.load_state_dict(state["scaler"])
+        self.epoch, self.steps = state["epoch"], state["steps"]
+
+
+_STATEFUL = (
+    "backbone",
+    "clustering_head",
+    "calibration_head",
+    "clustering_optimizer",
+    "calibration_optimizer",
+)
+
+
+def _evaluate_with_batch_statistics(module: nn.Module) -> None:
+    """No dropout, but BatchNorm by the batch at hand, as the released code judges its views."""
+    module.eval()
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.train()
+
+
+@contextlib.contextmanager
+def _running_statistics_kept(*modules: nn.Module) -> Iterator[None]:
+    """BatchNorm layers in train mode do not move their running statistics inside this block."""
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum

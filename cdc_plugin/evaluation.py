@@ -1,0 +1,153 @@
+"""Predictions of a model, and what can be said of them with and without labels."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cdc_plugin.clusterer import Clusterer, view_settings
+from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.prototypes import STARTS, standardize_rows
+from cdc_plugin.core.selection import select_confident
+from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.data.views import plain_view
+from cdc_plugin.metrics import summary, summary_hard
+from cdc_plugin.model import Backbone
+from cdc_plugin.runtime import autocast, write_atomically
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a run: ``metrics`` is the content of report.json, ``predictions`` that of the CSV.
+
+    ``predictions`` is a record array: ``report.predictions["cluster"]``, or ``pandas.DataFrame(...)`` of it.
+    """
+
+    metrics: dict[str, Any]
+    predictions: np.recarray
+    folder: Path | None = field(default=None)
+
+
+@torch.no_grad()
+def extract_features(
+    backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
+) -> Tensor:
+    """Features (N, D) of the plain views, on the CPU."""
+    settings = view_settings(backbone)
+    backbone.eval()
+    parts = torch.arange(len(images)).split(256)
+    rows = []
+    for part in progress(parts, len(parts), "features") if progress else parts:
+        views = plain_view(images.batch(part).to(device), settings)
+        with autocast(device, precision):
+            rows.append(backbone(views.contiguous(memory_format=torch.channels_last)).float().cpu())
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def head_probabilities(head: nn.Module, features: Tensor) -> NDArray[np.float32]:
+    """Softmax (N, C) of a head in evaluation mode."""
+    head.eval()
+    device = next(head.parameters()).device
+    return torch.cat([F.softmax(head(f.to(device)), dim=1).cpu() for f in features.split(8192)]).numpy()
+
+
+def kmeans_assignment(features: Tensor, clusters: int, generator: torch.Generator) -> NDArray[np.int64]:
+    """The clustering that the stage competes with: the best of ten k-means starts on the same features."""
+    return kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment.numpy()
+
+
+def measure(
+    clustering: NDArray[np.float32],
+    calibration: NDArray[np.float32],
+    kmeans_labels: NDArray[np.int64],
+    labels: NDArray[np.int64] | None,
+) -> dict[str, dict[str, Any]]:
+    """Figures of k-means and both heads: ACC, NMI, ARI and ECE with labels; confidence and sizes always."""
+    clusters = calibration.shape[1]
+    found: dict[str, dict[str, Any]] = {}
+    sizes = np.bincount(kmeans_labels, minlength=clusters)
+    found["kmeans"] = {"cluster_sizes": sizes.tolist()}
+    if labels is not None:
+        found["kmeans"] |= {**summary_hard(kmeans_labels, labels, clusters), "ECE": None}
+    for name, probs in (("clustering_head", clustering), ("calibration_head", calibration)):
+        sizes = np.bincount(probs.argmax(axis=1), minlength=clusters)
+        found[name] = {"CONF": float(probs.max(axis=1).mean()), "cluster_sizes": sizes.tolist()}
+        if labels is not None:
+            found[name] |= summary(probs, labels)
+    return found
+
+
+def label_free(
+    clustering: NDArray[np.float32], calibration: NDArray[np.float32], trusted: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """What can be said without labels. Confidence is an estimate of accuracy, not a measurement of it."""
+    sizes = np.bincount(calibration.argmax(axis=1), minlength=calibration.shape[1])
+    return {
+        "expected_accuracy": float(calibration.max(axis=1).mean()),
+        "heads_agree": float((clustering.argmax(axis=1) == calibration.argmax(axis=1)).mean()),
+        "trusted_share": float(trusted.mean()),
+        "empty_clusters": int((sizes == 0).sum()),
+        "largest_cluster_share": float(sizes.max() / sizes.sum()),
+    }
+
+
+def trusted_samples(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which samples Sec. 3.2 would take as pseudo-labels, over the whole set."""
+    return select_confident(torch.from_numpy(calibration)).mask.numpy()
+
+
+def predict(
+    model: Clusterer, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
+) -> tuple[NDArray[np.float32], NDArray[np.float32], Tensor]:
+    """Probabilities of the clustering and of the calibration head, and the features."""
+    features = extract_features(model.backbone, images, device, precision, progress)
+    clustering = head_probabilities(model.clustering_head, features)
+    return clustering, head_probabilities(model.calibration_head, features), features
+
+
+def prediction_table(
+    names: list[str],
+    clustering: NDArray[np.float32],
+    calibration: NDArray[np.float32],
+    trusted: NDArray[np.bool_] | None = None,
+) -> np.recarray:
+    """One row an image; the name column is ``index`` where images have no path of their own."""
+    order = np.argsort(-calibration, axis=1, kind="stable")
+    rows = np.arange(len(names))
+    name_column = "index" if all(name.isdigit() for name in names) else "path"
+    columns: dict[str, NDArray[Any]] = {
+        name_column: np.array(names, dtype=object),
+        "cluster": order[:, 0],
+        "confidence": calibration[rows, order[:, 0]],
+        "clustering_confidence": clustering.max(axis=1),
+        "second_cluster": order[:, 1],
+    }
+    if trusted is not None:
+        columns["trusted"] = trusted
+    return np.rec.fromarrays(list(columns.values()), names=list(columns))
+
+
+def write_table(path: Path, table: np.recarray) -> None:
+    """The table as CSV (UTF-8, a header, confidences with 6 decimals)."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table.dtype.names)
+    for row in table.tolist():
+        writer.writerow([_cell(value) for value in row])
+    write_atomically(path, lambda temporary: temporary.write_text(text.getvalue(), encoding="utf-8"))
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6f}" if isinstance(value, float) else value

@@ -1,0 +1,129 @@
+"""How well a partition agrees with known classes: accuracy under the best matching, NMI and ARI.
+
+Labels and cluster numbers are arbitrary integers, and there may be more clusters than classes or fewer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cdc_plugin.errors import UserError
+
+Integers = NDArray[np.int64]
+
+
+def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:
+    """Count the samples of every (cluster, class) pair, both in ascending order of their numbers.
+
+    Args:
+        predicted: (N,) cluster of every sample.
+        labels: (N,) class of every sample.
+
+    Returns:
+        (clusters found, classes found) counts.
+    """
+    clusters, classes = _paired(predicted, labels)
+    cluster_values, cluster_index = np.unique(clusters, return_inverse=True)
+    class_values, class_index = np.unique(classes, return_inverse=True)
+    return _count_pairs(cluster_index, class_index, len(cluster_values), len(class_values))
+
+
+def match_clusters(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> Integers:
+    """Give every cluster the class it stands for, so that the most samples are right (Hungarian matching).
+
+    Args:
+        predicted: (N,) cluster of every sample, from 0 to ``clusters`` - 1.
+        labels: (N,) class of every sample.
+
+    Returns:
+        (clusters,) label of each cluster's class; -1 for a cluster that is left without one, which happens
+        when there are more clusters than classes.
+    """
+    matched, classes = _match(predicted, labels, clusters)
+    return np.where(matched >= 0, classes[matched], -1)
+
+
+def correct_samples(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> NDArray[np.bool_]:
+    """(N,) whether each sample lies in the cluster that is matched to its class."""
+    matched, classes = _match(predicted, labels, clusters)
+    # Compared by class index, not by label: a label of -1 must not pass for "no class".
+    return matched[np.asarray(predicted)] == np.searchsorted(classes, np.asarray(labels))
+
+
+def accuracy(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> float:
+    """Share of samples in the cluster that is matched to their class."""
+    return float(correct_samples(predicted, labels, clusters).mean())
+
+
+def normalized_mutual_information(predicted: ArrayLike, labels: ArrayLike) -> float:
+    """Mutual information over the arithmetic mean of both entropies; 1 if neither partition splits at all."""
+    counts = contingency(predicted, labels)
+    if counts.shape == (1, 1):
+        return 1.0
+    joint = counts / counts.sum()
+    cluster_share, class_share = joint.sum(axis=1), joint.sum(axis=0)
+    filled = joint > 0
+    independent = np.outer(cluster_share, class_share)
+    information = np.sum(joint[filled] * np.log(joint[filled] / independent[filled]))
+    mean_entropy = (_entropy(cluster_share) + _entropy(class_share)) / 2
+    # Rounding may carry the quotient a hair outside of its range.
+    return float(np.clip(information / mean_entropy, 0.0, 1.0))
+
+
+def adjusted_rand_index(predicted: ArrayLike, labels: ArrayLike) -> float:
+    """Share of sample pairs that both partitions treat alike, corrected for chance (Hubert and Arabie)."""
+    counts = contingency(predicted, labels)
+    together = _pairs(counts)
+    in_clusters, in_classes = _pairs(counts.sum(axis=1)), _pairs(counts.sum(axis=0))
+    total = _pairs(counts.sum())
+    if in_clusters == in_classes == together:
+        return 1.0  # the same partition, among them the cases where the quotient below is 0 / 0
+    by_chance = in_clusters * in_classes / total
+    return float((together - by_chance) / ((in_clusters + in_classes) / 2 - by_chance))
+
+
+def _match(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> tuple[Integers, Integers]:
+    """Index of each cluster's class or -1, (clusters,), and the label of each class index."""
+    from scipy.optimize import linear_sum_assignment  # half a second of import, needed with labels only
+
+    found, truth = _paired(predicted, labels)
+    if found.min() < 0 or found.max() >= clusters:
+        raise UserError(
+            f"cluster numbers go from 0 to {clusters - 1} for clusters={clusters}; found {found.min()} to "
+            f"{found.max()}; state the number of clusters that the predictions were made with"
+        )
+    classes, class_index = np.unique(truth, return_inverse=True)
+    counts = _count_pairs(found, class_index, clusters, len(classes))
+    rows, columns = linear_sum_assignment(counts, maximize=True)
+    matched = np.full(clusters, -1, dtype=np.int64)
+    matched[rows] = columns
+    return matched, classes
+
+
+def _paired(predicted: ArrayLike, labels: ArrayLike) -> tuple[Integers, Integers]:
+    """Both as integer vectors of one length, or a refusal."""
+    first, second = np.asarray(predicted), np.asarray(labels)
+    if first.ndim != 1 or first.shape != second.shape or len(first) == 0:
+        raise UserError(
+            "predictions and labels are two lists of one length, at least one sample long; found shapes "
+            f"{first.shape} and {second.shape}; pass one cluster and one label per image"
+        )
+    for name, values in (("predictions", first), ("labels", second)):
+        if not (np.issubdtype(values.dtype, np.integer) or values.dtype == bool):
+            raise UserError(f"{name} are whole numbers; found {values.dtype}; convert them to int64 first")
+    return first.astype(np.int64), second.astype(np.int64)
+
+
+def _count_pairs(rows: Integers, columns: Integers, height: int, width: int) -> Integers:
+    return np.bincount(rows * width + columns, minlength=height * width).reshape(height, width)
+
+
+def _entropy(shares: NDArray[np.float64]) -> float:
+    shares = shares[shares > 0]
+    return float(-np.sum(shares * np.log(shares)))
+
+
+def _pairs(counts: NDArray[np.int64]) -> float:
+    """Number of unordered pairs within the groups, as float: products of these pass 64-bit integers."""
+    return float(np.sum(counts * (counts - 1) // 2))

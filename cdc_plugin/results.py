@@ -1,0 +1,86 @@
+"""The result folder: which one a run writes to, and the state that it is resumed from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.runtime import write_atomically
+
+CONFIG, STATE, HISTORY, LOG = "config.yaml", "last.pt", "metrics.jsonl", "train.log"
+PREDICTIONS, REPORT = "predictions.csv", "report.json"
+RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, "model.safetensors", "model.json")
+CACHE = "cache"
+DEFAULT_PARENT = Path("cdc-runs")
+
+
+def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) -> Path:
+    """The folder of this run, made if it is not there; refuses one that holds anything else.
+
+    Without ``out`` every run gets a new numbered folder; ``--resume`` and ``--overwrite`` then take the last.
+    """
+    if resume and overwrite:
+        raise UserError("--resume goes on with a run and --overwrite starts it anew: give one of them")
+    folder = Path(out).expanduser() if out is not None else _numbered(name, latest=resume or overwrite)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        present = sorted(path.name for path in folder.iterdir())
+    except NotADirectoryError as error:
+        raise UserError(f"--out {folder} is or lies in a file; give the path of a folder") from error
+    except FileExistsError as error:
+        raise UserError(f"--out {folder} is a file; give the path of a folder") from error
+    except OSError as error:
+        raise UserError(f"cannot make the result folder {folder}: {error.strerror}; give another --out") from error
+    _check_writable(folder)
+    if present and not resume:
+        if not overwrite:
+            raise UserError(
+                f"{folder} is not empty ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''}); "
+                "give another --out, or --resume to go on with that run, or --overwrite to replace its files"
+            )
+        for file in RESULT_FILES:  # nothing but what a run writes is ever removed
+            (folder / file).unlink(missing_ok=True)
+    if resume and present and not (folder / CONFIG).is_file() and not set(present) <= {LOG, CACHE}:
+        raise UserError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run as --out")
+    for leftover in folder.glob(".*"):  # temporary files of a run that was killed while writing
+        if any(leftover.name.startswith(f".{file}.") for file in RESULT_FILES):
+            leftover.unlink(missing_ok=True)
+    return folder
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    write_atomically(folder / STATE, lambda path: torch.save(state, path))
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """The state of the last finished epoch, or None where a run has not got that far."""
+    path = folder / STATE
+    if not path.is_file():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} cannot be read ({reason[:150]}); start anew with --overwrite") from error
+
+
+def _numbered(name: str, latest: bool) -> Path:
+    stem = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
+    pattern = re.compile(rf"{re.escape(stem)}-(\d+)")
+    taken = [pattern.fullmatch(path.name) for path in DEFAULT_PARENT.glob("*")] if DEFAULT_PARENT.is_dir() else []
+    numbers = [int(match.group(1)) for match in taken if match]
+    number = max(numbers, default=0) + (0 if latest and numbers else 1)
+    return DEFAULT_PARENT / f"{stem}-{number}"
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; give another --out") from error

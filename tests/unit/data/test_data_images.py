@@ -1,0 +1,289 @@
+import errno
+import json
+import shutil
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import IterableDataset, TensorDataset
+
+from cdc_plugin.data import ImageSource, native_size, open_images, storage_size, store
+from cdc_plugin.data.source import digest_of, digest_of_array
+from cdc_plugin.errors import UserError
+
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
+
+
+class Items:
+    """A map-style data set of given items."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        if isinstance(self.items[index], Exception):
+            raise self.items[index]
+        return self.items[index]
+
+
+@pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 96), (112, 128), (160, 183), (224, 256), (384, 439)])
+def test_storage_leaves_a_margin_above_96_pixels(size, stored):
+    assert storage_size(size) == stored
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x,
+        lambda x: x.transpose(0, 3, 1, 2),
+        lambda x: torch.from_numpy(x),
+        lambda x: torch.from_numpy(x).permute(0, 3, 1, 2),
+        lambda x: x.astype(np.int64),
+        lambda x: (x / 255).astype(np.float32),
+        lambda x: np.concatenate([x, np.full_like(x[..., :1], 255)], axis=3),
+    ],
+)
+def test_every_layout_of_an_array_gives_the_same_images(layout):
+    images = open_images(layout(PIXELS))
+    assert (images.images == PIXELS).all()
+    assert images.images.dtype == np.uint8
+    assert images.names == ["0", "1", "2", "3", "4", "5"]
+    assert images.digest == digest_of_array(PIXELS)
+
+
+def test_gray_arrays_become_three_equal_channels():
+    for gray in (PIXELS[..., 0], PIXELS[..., :1], PIXELS[:, None, :, :, 0]):
+        assert (open_images(gray).images == PIXELS[..., :1]).all()
+
+
+def test_small_square_arrays_keep_their_size_and_others_are_resized():
+    assert native_size(PIXELS) == 20
+    assert open_images(PIXELS).images.shape == (6, 20, 20, 3)
+    assert open_images(PIXELS, 32).images.shape == (6, 32, 32, 3)
+    oblong = PIXELS[:, :, :16]
+    assert native_size(oblong) is None
+    assert open_images(oblong).images.shape == (6, 256, 256, 3)
+
+
+def test_resizing_an_array_equals_resizing_its_images_with_pillow():
+    ours = open_images(np.concatenate([PIXELS, PIXELS], axis=2), 12).images
+    for image, square in zip(np.concatenate([PIXELS, PIXELS], axis=2), ours, strict=True):
+        expected = Image.fromarray(image[:, 10:30]).resize((12, 12), Image.Resampling.BILINEAR)
+        assert np.abs(square.astype(int) - np.asarray(expected)).max() <= 1
+
+
+def test_batch_is_channels_first():
+    batch = open_images(PIXELS).batch(torch.tensor([4, 1]))
+    assert batch.dtype == torch.uint8
+    assert (batch.permute(0, 2, 3, 1).numpy() == PIXELS[[4, 1]]).all()
+
+
+def test_npz_with_labels_and_npy_without(tmp_path):
+    np.savez(tmp_path / "a.npz", x=PIXELS, y=np.array([5, 5, 7, 7, 7, 9], dtype=np.uint8))
+    images = open_images(tmp_path / "a.npz")
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == [5, 5, 7, 7, 7, 9]
+    assert images.labels.dtype == np.int64
+    np.save(tmp_path / "b.npy", PIXELS)
+    mapped = open_images(str(tmp_path / "b.npy"))
+    assert isinstance(mapped.images.base, np.memmap) or isinstance(mapped.images, np.memmap)
+    assert mapped.labels is None
+    assert native_size(tmp_path / "b.npy") == 20
+    assert mapped.batch([0]).shape == (1, 3, 20, 20)
+
+
+def test_the_only_image_array_of_an_npz_is_found_whatever_its_name(tmp_path):
+    np.savez(tmp_path / "a.npz", pictures=PIXELS, targets=np.arange(6), extra=np.ones(3))
+    images = open_images(tmp_path / "a.npz")
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == list(range(6))
+
+
+def test_array_file_is_read_by_its_content_not_its_extension(tmp_path):
+    np.savez(tmp_path / "a.npz", x=PIXELS)
+    np.save(tmp_path / "b.npy", PIXELS)
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    (tmp_path / "b.npy").rename(tmp_path / "b.npz")
+    for name in ("a.npy", "b.npz"):
+        assert (open_images(tmp_path / name).images == PIXELS).all()
+
+
+def test_bad_array_files_are_refused_in_words(tmp_path):
+    np.savez(tmp_path / "two.npz", a=PIXELS, b=PIXELS)
+    with pytest.raises(UserError, match="found a, b"):
+        open_images(tmp_path / "two.npz")
+    np.save(tmp_path / "pickled.npy", np.array([{}, {}]), allow_pickle=True)
+    with pytest.raises(UserError, match="pickled"):
+        open_images(tmp_path / "pickled.npy")
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 no archive")
+    with pytest.raises(UserError, match="can not be read as a NumPy file"):
+        open_images(tmp_path / "broken.npz")
+    np.savez(tmp_path / "short.npz", x=PIXELS, y=np.arange(3))
+    with pytest.raises(UserError, match=r"shape \(6,\); found int64 \(3,\)"):
+        open_images(tmp_path / "short.npz")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (PIXELS[0, 0], r"expected images of shape .*found \(20, 3\)"),
+        (np.zeros((2, 8, 8, 5), np.uint8), r"found \(2, 8, 8, 5\)"),
+        (PIXELS / 255.0 - 0.5, "found float64 from -0.5"),
+        (PIXELS.astype(np.float32), "floats from 0 to 1; found float32"),
+        (PIXELS.astype(np.int32) * 9, "found int32 from 0"),
+        (PIXELS[:0], "no images"),
+    ],
+)
+def test_bad_arrays_are_refused_in_words(array, message):
+    with pytest.raises(UserError, match=message):
+        open_images(array, 32)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [Image.fromarray, lambda x: x, torch.from_numpy, lambda x: torch.from_numpy(x).permute(2, 0, 1) / 255],
+)
+def test_data_set_with_labels_is_read_in_order(convert):
+    dataset = Items([(convert(image), index % 2) for index, image in enumerate(PIXELS)])
+    images = open_images(dataset, 20)
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == [0, 1, 0, 1, 0, 1]
+    assert images.class_names == ["even", "odd"]
+    assert native_size(dataset) == 20
+    assert images.digest == open_images(dataset, 32).digest
+
+
+def test_data_set_without_labels_has_none():
+    assert open_images(Items([Image.fromarray(image) for image in PIXELS])).labels is None
+    assert open_images(Items([(Image.fromarray(image), "a caption") for image in PIXELS])).labels is None
+    assert open_images(TensorDataset(torch.from_numpy(PIXELS))).labels is None
+    assert open_images(TensorDataset(torch.from_numpy(PIXELS), torch.arange(6))).labels.tolist() == [*range(6)]
+
+
+def test_unreadable_items_of_a_data_set_are_skipped():
+    images = open_images(Items([(PIXELS[0], 0), OSError("gone"), (PIXELS[2], 1)]), 20)
+    assert images.names == ["0", "2"]
+    assert images.labels.tolist() == [0, 1]
+    assert images.skipped == [("1", "OSError: gone")]
+
+
+def test_list_of_pil_images():
+    images = open_images([Image.fromarray(image) for image in PIXELS])
+    assert (images.images == PIXELS).all()
+    assert images.labels is None
+
+
+def test_other_sources_are_refused_in_words():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    for source in (Stream(), 3, None, {"a": 1}):
+        with pytest.raises(UserError, match="expected a folder"):
+            open_images(source, 32)
+    with pytest.raises(UserError, match="empty"):
+        open_images(Items([]), 32)
+    with pytest.raises(UserError, match="found str"):
+        open_images(Items(["text"]), 32)
+    with pytest.raises(UserError, match="at least 8"):
+        open_images(PIXELS, 4)
+
+
+def test_digests_tell_content_and_borders_apart():
+    assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
+    changed = PIXELS.copy()
+    changed[3, 1, 1, 1] ^= 1
+    assert digest_of_array(changed) != digest_of_array(PIXELS)
+    assert digest_of_array(PIXELS.reshape(6, 10, 40, 3)) != digest_of_array(PIXELS)
+
+
+@pytest.fixture
+def small_limit(monkeypatch):
+    monkeypatch.setattr(store, "MEMORY_LIMIT", 1000)
+
+
+def test_large_sets_are_kept_on_disk_and_used_again(tmp_path, small_limit):
+    reads = []
+
+    def read(index):
+        reads.append(index)
+        return Image.fromarray(PIXELS[index])
+
+    source = ImageSource(read, list("abcdef"), np.arange(6), None, "digest", "somewhere")
+    cache = tmp_path / "deep" / "cache"
+    first = open_images(source, 20, cache=cache)
+    assert isinstance(first.images, np.memmap)
+    assert (first.images == PIXELS).all()
+    assert {path.name for path in cache.iterdir()} == {"images-digest-20.u8", "images-digest-20.json"}
+    again = open_images(source, 20, cache=cache)
+    assert len(reads) == 6
+    assert (again.images == PIXELS).all()
+    assert again.labels.tolist() == [*range(6)]
+    first.batch([0])[0, 0, 0, 0] = 9
+    assert (open_images(source, 20, cache=cache).images == PIXELS).all()
+
+
+def test_what_was_skipped_and_labelled_survives_in_the_cache(tmp_path, small_limit):
+    dataset = Items([(PIXELS[0], 4), OSError("gone"), (PIXELS[2], 5)])
+    first, again = (open_images(dataset, 20, cache=tmp_path) for _ in range(2))
+    for images in (first, again):
+        assert (images.images == PIXELS[[0, 2]]).all()
+        assert images.labels.tolist() == [4, 5]
+        assert images.skipped == [("1", "OSError: gone")]
+
+
+def test_cache_that_is_not_whole_is_made_again(tmp_path, small_limit):
+    images = open_images(PIXELS, 32, cache=tmp_path)
+    (file,) = tmp_path.glob("*.u8")
+    expected = np.array(images.images)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert (open_images(PIXELS, 32, cache=tmp_path).images == expected).all()
+    file.with_suffix(".json").write_text(json.dumps({"count": "?"}))
+    assert (open_images(PIXELS, 32, cache=tmp_path).images == expected).all()
+
+
+def test_without_a_cache_folder_images_stay_in_memory(small_limit):
+    assert not isinstance(open_images(PIXELS, 32).images, np.memmap)
+
+
+def test_too_little_disk_is_said_before_anything_is_read(tmp_path, small_limit, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 9, 1))
+    with pytest.raises(UserError, match="GB are free"):
+        open_images(PIXELS, 32, cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_fills_up_leaves_no_file_behind(tmp_path, small_limit, monkeypatch):
+    real = store.DiskStore.__init__
+
+    class Full:
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            pass
+
+    def start(self, entry, count):
+        real(self, entry, count)
+        self._file.close()
+        self._file = Full()
+
+    monkeypatch.setattr(store.DiskStore, "__init__", start)
+    with pytest.raises(UserError, match="make room"):
+        open_images(PIXELS, 32, cache=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cache_folder_that_is_a_file_is_refused(tmp_path, small_limit):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="can not be written"):
+        open_images(PIXELS, 32, cache=tmp_path / "file")
