@@ -119,7 +119,7 @@ def load_config(
     for name, layer in layers:
         if not OmegaConf.is_dict(layer):
             raise UserError(f"{name}: expected keys and values, as in 'clusters: 10'")
-        _refuse_unknown_keys(schema, layer, name)
+        _refuse_unknown_keys(layer, RefineConfig, name)
         try:
             schema = OmegaConf.merge(schema, layer)
         except OmegaConfBaseException as error:
@@ -228,19 +228,15 @@ def _recipe_path(recipe: str | Path) -> Path:
     raise UserError(f"no recipe {str(recipe)!r}: {hint}--list-recipes names them, or give a YAML file")
 
 
-def _refuse_unknown_keys(schema: Any, layer: Any, name: str, prefix: str = "") -> None:
-    from omegaconf import OmegaConf
-
-    known = {str(key) for key in schema}
-    for key in layer:
-        full = f"{prefix}{key}"
-        if str(key) not in known:
+def _refuse_unknown_keys(layer: Mapping[Any, Any], schema: type, name: str, prefix: str = "") -> None:
+    known = [item.name for item in dataclasses.fields(schema)]
+    for key, value in layer.items():
+        if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]!s}?" if near else f"known keys: {', '.join(sorted(known))}"
-            raise UserError(f"{name}: unknown key {full!r}; {hint}")
-        value = OmegaConf.to_container(layer).get(key) if OmegaConf.is_dict(layer) else None
-        if isinstance(value, dict) and OmegaConf.is_dict(schema[key]):
-            _refuse_unknown_keys(schema[key], layer[key], name, f"{full}.")
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
+            raise UserError(f"{name}: unknown key '{prefix}{key}'; {hint}")
+        if key == "augment" and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, AugmentConfig, name, "augment.")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -7,9 +7,8 @@ backbone and clustering head on the strong views, one step of the calibration he
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +49,8 @@ class Refiner:
         self.backbone = backbone.to(device)
         self.clustering_head = clustering_head.to(device)
         self.calibration_head = calibration_head.to(device)
+        assert config.lr_heads is not None
+        assert config.lr_backbone is not None
         self.config, self.device, self.total_steps = config, device, max(1, total_steps)
         groups: list[dict[str, Any]] = [{"params": list(clustering_head.parameters()), "lr": config.lr_heads}]
         if any(True for _ in backbone.parameters()):
@@ -82,7 +83,7 @@ class Refiner:
 
     def train_batch(self, views: Views, randomness: torch.Generator) -> dict[str, float]:
         """One pass of the outer loop of Algorithm 1; returns means over the batch for the log."""
-        assert self.config.mini_clusters is not None and self.config.sub_batch_size is not None
+        assert self.config.sub_batch_size is not None
         parts = split_sizes(len(views.plain), self.config.sub_batch_size)
         selection, targets, features = self._judge(views, parts, randomness)
 
@@ -117,14 +118,11 @@ class Refiner:
         sub-batch, which costs a forward pass and changed no result that we measured.
         """
         assert self.config.mini_clusters is not None
-        modules = (self.backbone, self.clustering_head, self.calibration_head)
-        for module in modules:
-            _evaluate_with_batch_statistics(module)
-        # Running statistics follow the plain views only, since those are what is predicted on later.
+        for module in (self.backbone, self.clustering_head, self.calibration_head):
+            _judge_by_batch_statistics(module)
         features = self._features(views.plain, parts)
         probs = F.softmax(self.clustering_head(features), dim=1)
-        with _running_statistics_kept(*modules):
-            judged = F.softmax(self.calibration_head(self._features(views.weak, parts)), dim=1)
+        judged = F.softmax(self.calibration_head(self._features(views.weak, parts)), dim=1)
         self._confidence = judged.max(dim=1).values.mean().item()
         mini_clusters = mini_clusters_of(features, self.config.mini_clusters, randomness)
         targets = mini_cluster_targets(probs, mini_clusters, max(self.config.mini_clusters, len(features)))
@@ -138,12 +136,11 @@ class Refiner:
     def _step_clustering(self, strong: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         self.backbone.train()
         self.clustering_head.train()
-        with _running_statistics_kept(self.backbone, self.clustering_head):
-            with autocast(self.device, self.config.precision):
-                logits = self.clustering_head(self.backbone(strong))
-            loss = pseudo_label_loss(logits.float(), labels, mask)
-            self.clustering_optimizer.zero_grad(set_to_none=True)
-            self.scaler.scale(loss).backward()
+        with autocast(self.device, self.config.precision):
+            logits = self.clustering_head(self.backbone(strong))
+        loss = pseudo_label_loss(logits.float(), labels, mask)
+        self.clustering_optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()
         self.scaler.step(self.clustering_optimizer)
         self.scaler.update()
         return loss.detach()
@@ -193,23 +190,13 @@ _STATEFUL = (
 )
 
 
-def _evaluate_with_batch_statistics(module: nn.Module) -> None:
-    """No dropout, but BatchNorm by the batch at hand, as the released code judges its views."""
+def _judge_by_batch_statistics(module: nn.Module) -> None:
+    """No dropout, but BatchNorm in train mode, as in the released code.
+
+    With running statistics in its place, which lag behind and mix the views, runs from other seeds ended up
+    to 9 points apart (digits: 98.9 and 89.8 % accuracy), against 2 points this way.
+    """
     module.eval()
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.train()
-
-
-@contextlib.contextmanager
-def _running_statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """BatchNorm layers in train mode do not move their running statistics inside this block."""
-    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
-    try:
-        yield
-    finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum

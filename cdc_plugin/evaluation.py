@@ -134,14 +134,14 @@ def prediction_table(
     }
     if trusted is not None:
         columns["trusted"] = trusted
-    return np.rec.fromarrays(list(columns.values()), names=list(columns))
+    return np.rec.fromarrays(list(columns.values()), names=",".join(columns))  # type: ignore[call-overload]
 
 
 def write_table(path: Path, table: np.recarray) -> None:
     """The table as CSV (UTF-8, a header, confidences with 6 decimals)."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.dtype.names)
+    writer.writerow(table.dtype.names or ())
     for row in table.tolist():
         writer.writerow([_cell(value) for value in row])
     write_atomically(path, lambda temporary: temporary.write_text(text.getvalue(), encoding="utf-8"))

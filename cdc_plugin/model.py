@@ -72,10 +72,17 @@ class ClusterHead(nn.Sequential):
 
     @torch.no_grad()
     def initialize(self, weights: HeadWeights) -> None:
-        first, norm, _, second = self
-        for layer, weight in ((first, weights.first), (second, weights.second)):
-            layer.weight.copy_(weight)
-            layer.bias.zero_()
-        norm.reset_parameters()
-        norm.running_mean.copy_(weights.mean)
-        norm.running_var.copy_(weights.variance)
+        """Take prototype weights; the statistics of the BatchNorm layer are those of the data."""
+        self.load_state_dict(
+            {
+                "0.weight": weights.first,
+                "0.bias": torch.zeros(len(weights.first)),
+                "1.weight": torch.ones_like(weights.mean),
+                "1.bias": torch.zeros_like(weights.mean),
+                "1.running_mean": weights.mean,
+                "1.running_var": weights.variance,
+                "1.num_batches_tracked": torch.tensor(0),
+                "3.weight": weights.second,
+                "3.bias": torch.zeros(len(weights.second)),
+            }
+        )

@@ -120,10 +120,7 @@ def run(
     folder = prepare_folder(config.out, _run_name(config), resume, overwrite)
     state = read_state(folder) if resume else None
     with log_to(folder / LOG):
-        if state is None:
-            current = start(config, folder, module, data)
-        else:
-            current = restart(config, folder, state, module, data)
+        current = start(config, folder, module, data) if state is None else restart(config, folder, state, module, data)
         train(current)
         return finish(current, time.monotonic() - began)
 

@@ -37,7 +37,7 @@ TRUSTED_MISMATCH = 0.4
 CLEAR_STEM, CLEAR_NORMALISATION = 1.2, 1.3
 # Normalisations, beside the assumed one, that go on from the first layer's test to the whole network's.
 FINALISTS = 2
-# Images of the first comparison and of the second, between the variants it left close together: with 32 images
+# Images of the first comparison and of the second, between variants it left close together: with 32 images
 # the choice between two paddings was seen to go wrong, with 256 it was not.
 QUICK_LOOK, CLOSE_LOOK, CLOSE_LOOK_LARGE = 32, 256, 64
 CLOSE_RATIO, CLOSE_VARIANTS = 1.5, 4
