@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +68,7 @@ SCHEDULES = ("cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 # The paper trains CIFAR-10 for about 12,000 steps at these rates.
 PAPER_STEPS, PAPER_LR_HEADS, PAPER_LR_BACKBONE = 12_000, 1e-4, 5e-5
+IMAGES_SEEN = 50_000  # images times epochs of a run on small data
 
 
 def recipe_folder() -> Path:
@@ -162,9 +162,10 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
     """Put a number in place of every None that depends on the size of the data.
 
     B follows the paper: 1,000 for small images, 500 for large ones, at least 25 images a cluster, but at
-    least four batches an epoch on small sets. K: see `default_mini_clusters`. The paper's rates are made for
-    12,000 steps; a set of a few thousand images gives a few hundred in reasonable time, so the rates grow
-    with the steps that are missing, up to tenfold.
+    least four batches an epoch on small sets. The paper's rates are made for 12,000 steps; a set of a few
+    thousand images gives a few hundred in reasonable time, so the rates grow with the steps that are
+    missing, up to tenfold. K stays None: it follows the confidence of every batch
+    (`core.targets.mini_cluster_count`).
     """
     assert config.clusters is not None
     clusters = config.clusters
@@ -179,25 +180,18 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
     steps_an_epoch = sum(split_sizes(size, sub_batch) for size in batch_sizes(images, batch))
     epochs = config.epochs
     if epochs is None:
-        epochs = min(100, max(10, math.ceil(SMALL_DATA_STEPS / steps_an_epoch)))
+        epochs = min(100, max(10, round(IMAGES_SEEN / images)))
     missing = min(10.0, max(1.0, PAPER_STEPS / max(1, epochs * steps_an_epoch)))
     return dataclasses.replace(
         config,
         batch_size=batch,
         sub_batch_size=sub_batch,
-        mini_clusters=min(config.mini_clusters or default_mini_clusters(batch, clusters), batch),
+        mini_clusters=None if config.mini_clusters is None else min(config.mini_clusters, batch),
         epochs=epochs,
         lr_heads=PAPER_LR_HEADS * missing if config.lr_heads is None else config.lr_heads,
         lr_backbone=PAPER_LR_BACKBONE * missing if config.lr_backbone is None else config.lr_backbone,
         input_size=input_size,
     )
-
-
-SMALL_DATA_STEPS = 300
-
-
-def default_mini_clusters(batch: int, clusters: int) -> int:
-    return min(batch, max(2 * clusters, batch // 5))
 
 
 def batch_sizes(images: int, batch: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-BACKBONE = Path(__file__).parent / "demo_backbone.safetensors"
+BACKBONE = Path(__file__).parent / "demo_backbone"
 
 
 def demo_settings() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cdc_plugin.config import RefineConfig, split_sizes
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.selection import Selection, selections
-from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
+from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.errors import UserError
 from cdc_plugin.runtime import autocast, generator
 
@@ -85,7 +85,7 @@ class Refiner:
         """One pass of the outer loop of Algorithm 1; returns means over the batch for the log."""
         assert self.config.sub_batch_size is not None
         parts = split_sizes(len(views.plain), self.config.sub_batch_size)
-        selection, targets, features = self._judge(views, parts, randomness)
+        selection, targets, features = self._judge(views, randomness)
 
         clustering_losses, calibration_losses = [], []
         for part in torch.arange(len(features)).tensor_split(parts):
@@ -108,27 +108,28 @@ class Refiner:
             "calibration_loss": calibration,
             "selected": selection.mask.float().mean().item(),
             "confidence": self._confidence,
+            "mini_clusters": self._count,
         }
 
     @torch.no_grad()
-    def _judge(self, views: Views, parts: int, randomness: torch.Generator) -> tuple[Selection, Tensor, Tensor]:
+    def _judge(self, views: Views, randomness: torch.Generator) -> tuple[Selection, Tensor, Tensor]:
         """Selection from the weak views, soft targets and features from the plain ones.
 
         Features are taken once a batch, as in the released code; Algorithm 1 computes them again in every
         sub-batch, which costs a forward pass and changed no result that we measured.
         """
-        assert self.config.mini_clusters is not None
         for module in (self.backbone, self.clustering_head, self.calibration_head):
             _judge_by_batch_statistics(module)
-        features = self._features(views.plain, parts)
+        features = self._features(views.plain)
         probs = F.softmax(self.clustering_head(features), dim=1)
-        judged = F.softmax(self.calibration_head(self._features(views.weak, parts)), dim=1)
+        judged = F.softmax(self.calibration_head(self._features(views.weak)), dim=1)
         self._confidence = judged.max(dim=1).values.mean().item()
-        mini_clusters = mini_clusters_of(features, self.config.mini_clusters, randomness)
-        targets = mini_cluster_targets(probs, mini_clusters, max(self.config.mini_clusters, len(features)))
-        return self.select(judged), targets, features
+        self._count = self.config.mini_clusters or mini_cluster_count(self._confidence, *probs.shape)
+        assignment = mini_clusters_of(features, self._count, randomness)
+        return self.select(judged), mini_cluster_targets(probs, assignment, self._count), features
 
-    def _features(self, images: Tensor, parts: int) -> Tensor:
+    def _features(self, images: Tensor) -> Tensor:
+        parts = -(-images.numel() // _JUDGED_AT_ONCE)
         with autocast(self.device, self.config.precision):
             features = torch.cat([self.backbone(part) for part in images.tensor_split(parts)])
         return features.float()
@@ -180,6 +181,10 @@ class Refiner:
         self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.steps = state["epoch"], state["steps"]
 
+
+# Numbers in one forward pass without gradient: every batch of the paper fits whole (500 images at 224 px are
+# 75 million), larger ones are cut to bound memory.
+_JUDGED_AT_ONCE = 100_000_000
 
 _STATEFUL = (
     "backbone",

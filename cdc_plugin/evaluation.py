@@ -63,7 +63,7 @@ def head_probabilities(head: nn.Module, features: Tensor) -> NDArray[np.float32]
 
 def kmeans_assignment(features: Tensor, clusters: int, generator: torch.Generator) -> NDArray[np.int64]:
     """The clustering that the stage competes with: the best of ten k-means starts on the same features."""
-    return kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment.numpy()
+    return kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment.cpu().numpy()
 
 
 def measure(
@@ -144,7 +144,9 @@ def write_table(path: Path, table: np.recarray) -> None:
     writer.writerow(table.dtype.names or ())
     for row in table.tolist():
         writer.writerow([_cell(value) for value in row])
-    write_atomically(path, lambda temporary: temporary.write_text(text.getvalue(), encoding="utf-8"))
+    # File names need not be valid UTF-8; their bytes are written as they are.
+    data = text.getvalue().encode("utf-8", "surrogateescape")
+    write_atomically(path, lambda temporary: temporary.write_bytes(data))
 
 
 def _cell(value: Any) -> Any:

@@ -22,7 +22,7 @@ from cdc_plugin.config import RefineConfig, batch_sizes, load_config, resolve, s
 from cdc_plugin.core.prototypes import prototype_head
 from cdc_plugin.core.selection import selections
 from cdc_plugin.data.images import ImageSet, native_size, open_images
-from cdc_plugin.data.views import plain_view, strong_view, weak_view
+from cdc_plugin.data.views import make_views
 from cdc_plugin.engine import Refiner, Views
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import (
@@ -119,6 +119,8 @@ def run(
     _check_request(config, resume)
     folder = prepare_folder(config.out, _run_name(config), resume, overwrite)
     state = read_state(folder) if resume else None
+    if state is None:
+        _check_request(config, resume=False)
     with log_to(folder / LOG):
         current = start(config, folder, module, data) if state is None else restart(config, folder, state, module, data)
         train(current)
@@ -161,7 +163,9 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
             chosen.flip,
             chosen.crop_scale,
         )
-    config = dataclasses.replace(config, augment=chosen, mean=backbone.mean.tolist(), std=backbone.std.tolist())
+    # What the user gave is kept to the digit, so that the same command can resume the run.
+    mean, std = config.mean or backbone.mean.tolist(), config.std or backbone.std.tolist()
+    config = dataclasses.replace(config, augment=chosen, mean=mean, std=std)
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     initial = head_probabilities(heads[0], features)
     before = measure(initial, initial, weights.partition.cpu().numpy(), images.labels)
@@ -171,8 +175,7 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
 def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: nn.Module | None, data: Any) -> Run:
     """The same run as after its last finished epoch; the checkpoint it began with is not needed any more."""
     stored = load_config(folder / CONFIG)
-    _refuse_other_settings(config, stored, folder)
-    config = dataclasses.replace(stored, device=config.device)
+    given, config = config, dataclasses.replace(stored, device=config.device)
     record = state["backbone"]
     if record["spec"] is not None:
         network, _ = build(record["spec"])
@@ -184,6 +187,7 @@ def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: n
     device = choose_device(config.device)
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = _open_data(config, backbone, folder, data)
+    _refuse_other_settings(given, stored, len(images), folder)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {config.data} are not those that {folder} was begun with")
     assert config.clusters is not None
@@ -202,16 +206,16 @@ def train(current: Run) -> None:
     steps = sum(split_sizes(size, config.sub_batch_size or 1) for size in sizes)
     epochs = config.epochs or 0
     frozen = config.freeze_backbone
-    trained = nn.Identity() if frozen else model.backbone.module
+    trained = nn.Identity() if frozen else model.backbone
     refiner = Refiner(trained, model.clustering_head, model.calibration_head, config, current.device, steps * epochs)
     if current.state is not None:
         refiner.restore(current.state["refiner"])
-    make_views = _cached_views(current) if frozen and refiner.epoch < epochs else _fresh_views(current)
+    views_of = _cached_views(current) if frozen and refiner.epoch < epochs else _fresh_views(current)
 
     def batches(epoch: int) -> Iterator[Views]:
         order = torch.randperm(len(current.images), generator=generator(config.seed, ORDER, epoch))
         for number, chosen in enumerate(order.split(sizes)):
-            yield make_views(chosen, generator(config.seed, VIEWS, epoch, number))
+            yield views_of(chosen, generator(config.seed, VIEWS, epoch, number))
 
     def save() -> None:
         backbone = model.backbone
@@ -304,13 +308,7 @@ def _fresh_views(current: Run) -> Callable[[Tensor, torch.Generator], Views]:
         if current.device.type == "cuda":
             pixels = pixels.pin_memory()
         pixels = pixels.to(current.device, non_blocking=True)
-        views = (
-            plain_view(pixels, settings),
-            weak_view(pixels, settings, randomness),
-            strong_view(pixels, settings, randomness),
-        )
-        # Convolutions on CPUs take about a third less time in this layout.
-        return Views(*(view.contiguous(memory_format=torch.channels_last) for view in views))
+        return Views(*make_views(pixels, settings, randomness))
 
     return make
 
@@ -401,17 +399,19 @@ def _check_request(config: RefineConfig, resume: bool) -> None:
     choose_device(config.device)
 
 
-def _refuse_other_settings(given: RefineConfig, stored: RefineConfig, folder: Path) -> None:
+def _refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: int, folder: Path) -> None:
     """Going on with other settings would give a run that no command describes."""
     default = RefineConfig()
-    for item in dataclasses.fields(RefineConfig):
-        if item.name in ("out", "device", "augment"):
-            continue
-        asked, kept = getattr(given, item.name), getattr(stored, item.name)
-        if asked != getattr(default, item.name) and asked != kept:
+    names = [item.name for item in dataclasses.fields(RefineConfig) if item.name not in ("out", "device", "augment")]
+    asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    # Sizes beyond the data were cut when the run began; the same command must be taken again.
+    size = asked.get("input_size") or stored.input_size or 0
+    wanted = resolve(dataclasses.replace(stored, **asked), images, size)
+    for name in asked:
+        if getattr(wanted, name) != getattr(stored, name):
             raise UserError(
-                f"{folder} was begun with {item.name}={kept}, now {item.name}={asked} is asked for; resume "
-                "without it, or start another run with its own --out"
+                f"{folder} was begun with {name}={getattr(stored, name)}, now {name}={asked[name]} is asked for; "
+                "resume without it, or start another run with its own --out"
             )
 
 

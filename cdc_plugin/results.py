@@ -28,7 +28,9 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
     folder = Path(out).expanduser() if out is not None else _numbered(name, latest=resume or overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        present = sorted(path.name for path in folder.iterdir())
+        # The log is all that a run leaves which failed at once, on a mistyped path say.
+        ignored = {LOG, CACHE, *(path.name for path in _half_written(folder))}
+        present = sorted(path.name for path in folder.iterdir() if path.name not in ignored)
     except NotADirectoryError as error:
         raise UserError(f"--out {folder} is or lies in a file; give the path of a folder") from error
     except FileExistsError as error:
@@ -44,11 +46,10 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
             )
         for file in RESULT_FILES:  # nothing but what a run writes is ever removed
             (folder / file).unlink(missing_ok=True)
-    if resume and present and not (folder / CONFIG).is_file() and not set(present) <= {LOG, CACHE}:
+    if resume and present and not (folder / CONFIG).is_file():
         raise UserError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run as --out")
-    for leftover in folder.glob(".*"):  # temporary files of a run that was killed while writing
-        if any(leftover.name.startswith(f".{file}.") for file in RESULT_FILES):
-            leftover.unlink(missing_ok=True)
+    for leftover in _half_written(folder):
+        leftover.unlink(missing_ok=True)
     return folder
 
 
@@ -75,6 +76,12 @@ def _numbered(name: str, latest: bool) -> Path:
     numbers = [int(match.group(1)) for match in taken if match]
     number = max(numbers, default=0) + (0 if latest and numbers else 1)
     return DEFAULT_PARENT / f"{stem}-{number}"
+
+
+def _half_written(folder: Path) -> list[Path]:
+    """Temporary files of a run that was killed while writing; see `write_atomically` for their names."""
+    names = "|".join(re.escape(file) for file in RESULT_FILES)
+    return [path for path in folder.glob(".*") if re.fullmatch(rf"\.({names})\.[a-z0-9_]{{8}}", path.name)]
 
 
 def _check_writable(folder: Path) -> None:

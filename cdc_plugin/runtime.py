@@ -81,7 +81,14 @@ def _clear_disk_errors(path: Path) -> Iterator[None]:
                 "run again with --resume"
             ) from error
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    except RuntimeError as error:  # torch's own writers report a full disk so
-        if "write" in str(error).lower() or "file" in str(error).lower():
-            raise UserError(f"cannot write {path} (disk full?): {str(error).splitlines()[0][:150]}") from error
+    except Exception as error:
+        # The writers of torch and safetensors report a full disk in words of their own.
+        theirs = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+        words = ("write", "file", "i/o error", "iostream", "unexpected pos")
+        if theirs and any(word in str(error).lower() for word in words):
+            reason = str(error).splitlines()[0][:150]
+            raise UserError(
+                f"cannot write {path} (disk full? {reason}); what was written before is whole: free some space "
+                "and run again with --resume"
+            ) from error
         raise

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from cdc_plugin.runtime import write_atomically
 log = logging.getLogger("cdc_plugin")
 
 
-@contextmanager
+@contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Append everything this package logs to a file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    # A file name that is no valid text must not spoil the log.
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
     log.addHandler(handler)
@@ -29,7 +30,16 @@ def log_to(path: Path) -> Iterator[None]:
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-        handler.close()
+        # On a full disk the last lines are lost; what the run itself says of it must not be.
+        with contextlib.suppress(OSError):
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log on a full disk stops growing instead of covering the terminal with tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        pass
 
 
 def write_history(path: Path, history: list[dict[str, float]]) -> None:

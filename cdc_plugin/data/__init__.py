@@ -5,7 +5,6 @@ from cdc_plugin.data.named import NamedDataset, data_root, datasets
 from cdc_plugin.data.source import ImageSource, UnreadableImageError
 from cdc_plugin.data.views import (
     OPERATIONS,
-    Views,
     ViewSettings,
     make_views,
     plain_view,
@@ -20,7 +19,6 @@ __all__ = [
     "NamedDataset",
     "UnreadableImageError",
     "ViewSettings",
-    "Views",
     "data_root",
     "datasets",
     "make_views",

@@ -7,7 +7,6 @@ generator and then moved, so that a seed gives the same views on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,21 +76,18 @@ class ViewSettings:
         return min(self.input_size // 2, 32) if self.cutout is None else self.cutout
 
 
-class Views(NamedTuple):
-    """Three normalised views (B, 3, input_size, input_size) of the same images."""
+def make_views(images: Tensor, settings: ViewSettings, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain, weak and strong view of uint8 images (B, 3, S, S), in the channels-last layout.
 
-    plain: Tensor
-    weak: Tensor
-    strong: Tensor
-
-
-def make_views(images: Tensor, settings: ViewSettings, generator: torch.Generator) -> Views:
-    """All three views of uint8 images (B, 3, S, S)."""
-    return Views(
-        plain=plain_view(images, settings),
-        weak=weak_view(images, settings, generator),
-        strong=strong_view(images, settings, generator),
+    Convolutions on CPUs take about a third less time in that layout, and it suits GPUs as well.
+    """
+    views = (
+        plain_view(images, settings),
+        weak_view(images, settings, generator),
+        strong_view(images, settings, generator),
     )
+    plain, weak, strong = (view.contiguous(memory_format=torch.channels_last) for view in views)
+    return plain, weak, strong
 
 
 def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:

@@ -23,7 +23,7 @@ from cdc_plugin.core.prototypes import prototype_head
 from cdc_plugin.core.selection import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
 from cdc_plugin.data.images import open_images
-from cdc_plugin.data.views import ViewSettings, plain_view, strong_view, weak_view
+from cdc_plugin.data.views import ViewSettings, make_views, plain_view
 from cdc_plugin.engine import Refiner, Views
 from cdc_plugin.model import ClusterHead
 from cdc_plugin.runtime import generator
@@ -86,13 +86,7 @@ def share_of_an_epoch(batch: int = 1000, mini_clusters: int = 500) -> dict[str, 
     refiner = Refiner(network, *heads, config, torch.device("cpu"), 1000)
 
     def make() -> Views:
-        randomness = generator(0)
-        views = (
-            plain_view(pixels, settings()),
-            weak_view(pixels, settings(), randomness),
-            strong_view(pixels, settings(), randomness),
-        )
-        return Views(*(view.contiguous(memory_format=torch.channels_last) for view in views))
+        return Views(*make_views(pixels, settings(), generator(0)))
 
     views = make()
     whole = cpu_seconds(lambda: refiner.train_batch(make(), generator(0)))

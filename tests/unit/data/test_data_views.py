@@ -176,9 +176,9 @@ def test_same_seed_gives_same_views_and_another_seed_others():
     first, again = (make_views(images, settings, generator(3)) for _ in range(2))
     other = make_views(images, settings, generator(4))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(first.plain, other.plain)
-    assert not torch.equal(first.weak, other.weak)
-    assert not torch.equal(first.strong, other.strong)
+    assert torch.equal(first[0], other[0])
+    assert not torch.equal(first[1], other[1])
+    assert not torch.equal(first[2], other[2])
 
 
 def test_global_random_state_is_neither_used_nor_changed():

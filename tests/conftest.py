@@ -1,0 +1,75 @@
+"""What several tests share: small real images, a tiny network, and threads that do not fight over cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+
+TINY_SPEC = {
+    "family": "resnet",
+    "block": "basic",
+    "depths": [1, 1, 1, 1],
+    "widths": [8, 8, 8, 8],
+    "stem": {"kernel": 3, "stride": 1, "padding": 1, "pool": True},
+}
+
+
+@pytest.fixture
+def randomness() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """The first 200 embedded digits, uint8 (200, 32, 32, 3), and what they show."""
+    from cdc_plugin.data.images import open_images
+
+    found = open_images("digits", 32)
+    assert found.labels is not None
+    return np.asarray(found.images[:200]), found.labels[:200]
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state dict with torchvision's names of a ResNet with 8 features; random weights."""
+    from cdc_plugin.checkpoints.architectures import build
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network, _ = build(TINY_SPEC)
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny.pt"
+    torch.save(network.state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def tiny_backbone(tiny_checkpoint: Path):
+    """The same network as a `Backbone` that can be built again from its spec."""
+    from cdc_plugin.checkpoints.architectures import build
+    from cdc_plugin.model import Backbone
+
+    network, feature_dim = build(TINY_SPEC)
+    network.load_state_dict(torch.load(tiny_checkpoint, weights_only=True))
+    return Backbone(network, feature_dim, [0.3] * 3, [0.35] * 3, 32, spec=TINY_SPEC)
+
+
+@pytest.fixture(scope="session")
+def write_images():
+    """write_images(folder, pixels, labels=None): PNG files, in class sub-folders where labels are given."""
+
+    def write(folder: Path, pixels: np.ndarray, labels: np.ndarray | None = None) -> Path:
+        for index, image in enumerate(pixels):
+            parent = folder if labels is None else folder / f"class {labels[index]}"
+            parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(parent / f"image {index:03d}.png")
+        return folder
+
+    return write

@@ -1,0 +1,59 @@
+"""What the README and the notebooks tell people to type works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cdc_plugin.cli import predict_parser, refine_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("cdc-")]
+
+
+def test_readme_names_exactly_two_set_up_commands():
+    assert len([line for block in BLOCKS for line in block.splitlines() if "-m venv" in line]) == 2
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "<!-- test command -->" in script
+    assert "<!-- test command -->" in README
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_of_the_readme_is_understood(line):
+    program, *words = shlex.split(line)
+    parser = {"cdc-refine": refine_parser, "cdc-predict": predict_parser}[program]()
+    parser.parse_intermixed_args(words)
+
+
+def test_the_demo_runs_and_prints_a_table_and_where_the_files_are(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "cdc_plugin", "--demo", "--epochs", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "calibration head" in done.stdout
+    folder = tmp_path / re.search(r"results: (\S+)", done.stdout).group(1)
+    assert (folder / "predictions.csv").is_file()
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_runs_from_top_to_bottom(notebook, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    NotebookClient(nbformat.read(notebook, as_version=4), timeout=600, kernel_name="python3").execute()

@@ -1,0 +1,150 @@
+import pytest
+import torch
+from sklearn.cluster import KMeans
+
+from cdc_plugin.core.kmeans import kmeans, lloyd, nearest, seed_centers
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def blobs(count: int, clusters: int, size: int, seed: int = 0) -> torch.Tensor:
+    randomness = seeded(seed)
+    centers = torch.randn(clusters, size, generator=randomness) * 3
+    return centers[torch.arange(count) % clusters] + torch.randn(count, size, generator=randomness)
+
+
+def as_sets(assignment: torch.Tensor) -> set[frozenset[int]]:
+    """A partition without the numbers of its clusters."""
+    members: dict[int, list[int]] = {}
+    for sample, cluster in enumerate(assignment.tolist()):
+        members.setdefault(cluster, []).append(sample)
+    return {frozenset(group) for group in members.values()}
+
+
+def test_four_points_in_two_pairs_by_hand():
+    points = torch.tensor([[0.0, 0.0], [0.0, 2.0], [10.0, 0.0], [10.0, 2.0]])
+    found = kmeans(points, 2, seeded())
+    assert as_sets(found.assignment) == {frozenset({0, 1}), frozenset({2, 3})}
+    assert sorted(found.centers.tolist()) == [[0.0, 1.0], [10.0, 1.0]]
+    assert found.inertia == pytest.approx(4.0)  # each point lies at distance 1
+
+
+def test_nearest_agrees_with_all_distances():
+    points, centers = blobs(200, 4, 5), blobs(7, 7, 5, seed=1)
+    index, distance = nearest(points, centers)
+    expected = torch.cdist(points, centers).square().min(dim=1)
+    assert torch.equal(index, expected.indices)
+    torch.testing.assert_close(distance, expected.values, rtol=1e-4, atol=1e-3)
+
+
+def test_nearest_in_small_blocks_is_the_same(monkeypatch):
+    points, centers = blobs(50, 4, 5), blobs(7, 7, 5, seed=1)
+    whole = nearest(points, centers)[0]
+    monkeypatch.setattr("cdc_plugin.core.kmeans._BLOCK", 16)
+    assert torch.equal(nearest(points, centers)[0], whole)
+
+
+@pytest.mark.parametrize(("count", "clusters", "size"), [(400, 10, 16), (300, 40, 3), (200, 2, 64), (2500, 5, 4)])
+def test_single_starts_are_on_average_as_good_as_those_of_scikit_learn(count, clusters, size):
+    points = blobs(count, 12, size)
+    ours = [kmeans(points, clusters, seeded(seed)) for seed in range(12)]
+    theirs = [KMeans(clusters, n_init=1, random_state=seed).fit(points.numpy()).inertia_ for seed in range(12)]
+    assert sum(run.inertia for run in ours) <= 1.02 * sum(theirs)
+    for run in ours:
+        spread = (points - run.centers[run.assignment]).square().sum().item()
+        assert run.inertia == pytest.approx(spread, rel=1e-3)
+
+
+def test_lloyd_from_the_same_start_ends_where_scikit_learn_ends():
+    points = blobs(300, 6, 8)
+    start = points[:6].clone()
+    theirs = KMeans(6, init=start.numpy(), n_init=1, tol=0, max_iter=300).fit(points.numpy())
+    ours = lloyd(points, start, iterations=300, tolerance=0.0)
+    assert as_sets(ours.assignment) == as_sets(torch.from_numpy(theirs.labels_))
+
+
+def test_more_starts_are_never_worse():
+    points = blobs(200, 15, 4)
+    assert kmeans(points, 15, seeded(), starts=8).inertia <= kmeans(points, 15, seeded()).inertia
+
+
+def test_order_of_points_does_not_change_well_separated_clusters():
+    points = blobs(60, 3, 4) + 40 * torch.eye(4)[torch.arange(60) % 3]
+    order = torch.randperm(60, generator=seeded(5))
+    shuffled = kmeans(points[order], 3, seeded())
+    assert as_sets(shuffled.assignment[order.argsort()]) == as_sets(kmeans(points, 3, seeded()).assignment)
+
+
+def test_moving_all_points_far_away_changes_nothing():
+    points = blobs(200, 5, 6).double()
+    near = kmeans(points, 5, seeded())
+    far = kmeans(points + 1000, 5, seeded())
+    assert as_sets(far.assignment) == as_sets(near.assignment)
+    assert far.inertia == pytest.approx(near.inertia, rel=1e-2)
+
+
+def test_same_seed_same_partition_and_only_the_given_generator_is_used():
+    points = blobs(200, 5, 6)
+    state = torch.get_rng_state()
+    first = kmeans(points, 20, seeded(3))
+    torch.rand(7)
+    assert torch.equal(first.assignment, kmeans(points, 20, seeded(3)).assignment)
+    torch.set_rng_state(state)
+    kmeans(points, 20, seeded(3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_seeds_are_points_and_a_large_set_is_seeded_on_a_sample():
+    points = blobs(5000, 3, 2)
+    centers = seed_centers(points, 4, seeded())
+    assert centers.shape == (4, 2)
+    assert torch.cdist(centers, points).min(dim=1).values.max() < 1e-3
+
+
+def test_duplicates_take_one_seed_each_before_any_repeats():
+    points = torch.eye(4).repeat_interleave(25, dim=0)
+    for seed in range(5):
+        assert kmeans(points, 4, seeded(seed)).inertia == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 7, 10, 25])
+@pytest.mark.parametrize(
+    "points",
+    [torch.ones(10, 3), torch.zeros(10, 1), torch.tensor([[0.0, 0.0], [1.0, 1.0]]).repeat(5, 1), torch.randn(10, 2)],
+    ids=["constant", "zero", "duplicates", "random"],
+)
+def test_degenerate_points_give_finite_centers(points, clusters):
+    found = kmeans(points, clusters, seeded())
+    assert found.centers.shape == (clusters, points.shape[1])
+    assert torch.isfinite(found.centers).all()
+    assert found.assignment.shape == (10,)
+    assert 0 <= int(found.assignment.min()) <= int(found.assignment.max()) < clusters
+    assert found.inertia >= 0
+
+
+def test_more_clusters_than_points_leave_every_point_alone():
+    points = blobs(5, 5, 3)
+    found = kmeans(points, 9, seeded())
+    assert found.assignment.tolist() == [0, 1, 2, 3, 4]
+    assert found.inertia == 0
+
+
+def test_a_center_without_points_stays_where_it_is():
+    points = torch.tensor([[0.0], [1.0]])
+    found = lloyd(points, torch.tensor([[0.5], [99.0]]))
+    assert found.centers.tolist() == [[0.5], [99.0]]
+
+
+def test_half_precision_and_gradients_are_no_obstacle():
+    points = blobs(50, 3, 4).bfloat16().requires_grad_()
+    found = kmeans(points, 3, seeded())
+    assert found.centers.dtype == torch.float32
+    assert not found.centers.requires_grad
+
+
+@pytest.mark.parametrize(("count", "clusters"), [(0, 3), (3, 0)])
+def test_no_points_or_no_clusters_are_refused(count, clusters):
+    with pytest.raises(ValueError, match="at least one cluster and one point"):
+        kmeans(torch.zeros(count, 2), clusters, seeded())

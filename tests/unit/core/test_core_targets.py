@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_case(batch: int, clusters: int, mini_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    probs = F.softmax(torch.randn(batch, clusters, generator=seeded()), dim=1)
+    return probs, torch.randint(mini_clusters, (batch,), generator=seeded(1))
+
+
+def test_two_mini_clusters_by_hand():
+    probs = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.2, 0.8]])
+    targets = mini_cluster_targets(probs, torch.tensor([0, 0, 1]), 2)
+    torch.testing.assert_close(targets, torch.tensor([[0.75, 0.25], [0.75, 0.25], [0.2, 0.8]]))
+
+
+@pytest.mark.parametrize(("batch", "clusters", "mini_clusters"), [(50, 4, 7), (30, 2, 30), (9, 3, 1), (20, 5, 100)])
+def test_targets_agree_with_a_loop_over_mini_clusters(batch, clusters, mini_clusters):
+    probs, assignment = random_case(batch, clusters, mini_clusters)
+    expected = np.empty((batch, clusters), dtype=np.float32)
+    for mini_cluster in np.unique(assignment.numpy()):
+        members = assignment.numpy() == mini_cluster
+        expected[members] = probs.numpy()[members].mean(axis=0)
+    targets = mini_cluster_targets(probs, assignment, mini_clusters)
+    torch.testing.assert_close(targets, torch.from_numpy(expected))
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(batch))
+
+
+def test_the_mean_prediction_of_the_batch_is_kept():
+    probs, assignment = random_case(64, 6, 9)
+    torch.testing.assert_close(mini_cluster_targets(probs, assignment, 9).mean(dim=0), probs.mean(dim=0))
+
+
+def test_targets_are_never_surer_than_predictions_on_average():
+    probs, assignment = random_case(64, 6, 9)
+    targets = mini_cluster_targets(probs, assignment, 9)
+    assert targets.max(dim=1).values.mean() <= probs.max(dim=1).values.mean()
+
+
+def test_shuffled_samples_and_renumbered_clusters_give_the_same_targets():
+    probs, assignment = random_case(40, 5, 6)
+    samples, clusters = torch.randperm(40, generator=seeded(2)), torch.randperm(5, generator=seeded(3))
+    renumbered = torch.randperm(6, generator=seeded(4))[assignment]
+    expected = mini_cluster_targets(probs, assignment, 6)[samples][:, clusters]
+    found = mini_cluster_targets(probs[samples][:, clusters], renumbered[samples], 6)
+    torch.testing.assert_close(found, expected)
+
+
+def test_empty_mini_clusters_leave_no_nan():
+    probs, _ = random_case(10, 3, 1)
+    targets = mini_cluster_targets(probs, torch.full((10,), 7), 50)
+    torch.testing.assert_close(targets, probs.mean(dim=0).expand(10, 3))
+
+
+def test_one_mini_cluster_a_sample_keeps_predictions_as_they_are():
+    probs, _ = random_case(10, 3, 1)
+    torch.testing.assert_close(mini_cluster_targets(probs, torch.arange(10), 10), probs)
+
+
+def test_zero_probabilities_stay_zero():
+    probs = torch.eye(3).repeat(4, 1)
+    targets = mini_cluster_targets(probs, torch.arange(12) % 3, 3)
+    assert torch.equal(targets, probs)
+
+
+@pytest.mark.parametrize(("confidence", "count"), [(0.1, 40), (0.75, 40), (0.9, 250), (0.99, 333), (1.0, 333)])
+def test_the_number_of_mini_clusters_by_hand(confidence, count):
+    assert mini_cluster_count(confidence, 1000, 10) == count  # 1000 / 25, / 25, / 4, / 3, / 3
+
+
+def test_the_number_of_mini_clusters_grows_with_confidence_within_its_bounds():
+    for batch, clusters in [(1000, 10), (64, 2), (60, 37), (4, 2), (5000, 200)]:
+        counts = [mini_cluster_count(step / 100, batch, clusters) for step in range(101)]
+        assert counts == sorted(counts)
+        assert min(2 * clusters, batch) <= counts[0] <= counts[-1] <= batch
+
+
+def test_a_confidence_that_is_not_a_number_gives_a_number_of_mini_clusters_all_the_same():
+    assert 1 <= mini_cluster_count(float("nan"), 100, 5) <= 100  # the loss will tell
+
+
+def test_mini_clusters_hold_features_of_one_direction_whatever_their_length():
+    directions = torch.eye(4).repeat(6, 1)
+    lengths = torch.rand(24, 1, generator=seeded()) * 50 + 0.1
+    assignment = mini_clusters_of(directions * lengths, 4, seeded())
+    for first in range(4):
+        assert len(set(assignment[first::4].tolist())) == 1
+    assert len(set(assignment.tolist())) == 4
+
+
+@pytest.mark.parametrize(
+    "features", [torch.zeros(8, 3), torch.ones(8, 3), torch.randn(8, 3)], ids=["zero", "constant", "random"]
+)
+@pytest.mark.parametrize("mini_clusters", [1, 2, 8, 20])
+def test_any_features_and_more_mini_clusters_than_samples_will_do(features, mini_clusters):
+    assignment = mini_clusters_of(features, mini_clusters, seeded())
+    assert assignment.shape == (8,)
+    targets = mini_cluster_targets(torch.full((8, 2), 0.5), assignment, max(mini_clusters, 8))
+    assert torch.isfinite(targets).all()

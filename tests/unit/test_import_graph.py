@@ -1,0 +1,96 @@
+"""That training is label-free is a property of the import graph: imports go down only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "cdc_plugin"
+LAYERS = [
+    {"__main__"},
+    {"cli"},
+    {"pipeline", "pretrain_demo"},
+    {"engine", "evaluation", "augmentation"},
+    {"clusterer"},
+    {"data", "checkpoints", "tracking", "results"},
+    {"model", "runtime"},
+    {"core", "metrics"},
+    {"config", "registry", "demo"},
+    {"errors"},
+]
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+
+
+def part_of(module: str) -> str:
+    """``cdc_plugin.data.images`` is of part ``data``; names that the package itself offers count as none."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports() -> dict[str, set[str]]:
+    """{module: full names of all modules it imports}, at any depth of the code."""
+    found: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(("cdc_plugin", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        found[name] = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{name} has a relative import"
+                found[name] |= {node.module or ""}
+                # ``from cdc_plugin.checkpoints import native`` imports a module, too.
+                found[name] |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+GRAPH = imports()
+
+
+def parts_reached(part: str) -> set[str]:
+    reached: set[str] = set()
+    waiting = {part}
+    while waiting:
+        current = waiting.pop()
+        reached.add(current)
+        targets = {t for name, ts in GRAPH.items() if part_of(name) == current for t in ts if t in GRAPH}
+        waiting |= {part_of(target) for target in targets} - reached - {""}
+    return reached - {part}
+
+
+def test_every_module_has_a_place_in_the_layers():
+    assert {part_of(name) for name in GRAPH} - {""} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("module", sorted(name for name in GRAPH if part_of(name)))
+def test_imports_go_down_only(module):
+    part = part_of(module)
+    for target in GRAPH[module] & set(GRAPH):
+        other = part_of(target)
+        if other not in ("", part):
+            assert LEVEL[other] > LEVEL[part], f"{module} imports {target}"
+
+
+def test_the_engine_cannot_see_a_label_even_indirectly():
+    forbidden = {"metrics", "evaluation", "data", "clusterer", "checkpoints", "augmentation", "pipeline"}
+    assert not parts_reached("engine") & forbidden
+
+
+def test_metrics_import_nothing_of_the_package_but_its_error():
+    assert parts_reached("metrics") <= {"errors"}
+
+
+def test_the_mathematics_knows_neither_models_nor_files():
+    assert parts_reached("core") <= {"errors", "registry"}
+
+
+def test_only_the_command_line_prints_and_parses_arguments():
+    for file in PACKAGE.rglob("*.py"):
+        if file.name in ("cli.py", "pretrain_demo.py"):
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        assert not called & {"print", "exit", "quit", "input"}, file
+    assert {name for name, targets in GRAPH.items() if "argparse" in targets} == {
+        "cdc_plugin.cli",
+        "cdc_plugin.pretrain_demo",
+    }

@@ -1,0 +1,251 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import Dataset
+
+import cdc_plugin
+from cdc_plugin import Backbone, Report, UserError, load_model, refine
+from cdc_plugin.results import RESULT_FILES
+
+QUICK = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "mini_clusters": 12, "device": "cpu"}
+LABEL_FREE = {"expected_accuracy", "heads_agree", "trusted_share", "empty_clusters", "largest_cluster_share"}
+
+
+class Digits(Dataset):
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
+        self.pixels, self.labels = pixels, labels
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(self.pixels[index]).permute(2, 0, 1), int(self.labels[index])
+
+
+def weights_of(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, digits, tiny_checkpoint):
+    """One run of two epochs on an array, by checkpoint."""
+    out = tmp_path_factory.mktemp("pipeline") / "run"
+    settings = {**QUICK, "epochs": 2}
+    return refine(tiny_checkpoint, digits[0][:60], clusters=3, out=out, **settings), settings
+
+
+def test_the_public_names_are_there():
+    for name in cdc_plugin.__all__:
+        assert getattr(cdc_plugin, name) is not None
+    assert set(cdc_plugin.__all__) <= set(dir(cdc_plugin))
+    with pytest.raises(AttributeError, match="no attribute 'refin'"):
+        _ = cdc_plugin.refin
+
+
+def test_a_run_writes_its_files_and_no_other(finished):
+    report, _ = finished
+    assert isinstance(report, Report)
+    assert {path.name for path in report.folder.iterdir()} == set(RESULT_FILES)
+
+
+def test_the_report_on_disk_is_the_one_returned_and_has_its_keys(finished):
+    report, _ = finished
+    stored = json.loads((report.folder / "report.json").read_text(encoding="utf-8"))
+    assert stored == report.metrics
+    expected = {"images", "clusters", "epochs", "seed", "data", "labels", "units", "before", "after"}
+    assert set(stored) == expected | {"label_free", "skipped", "seconds"}
+    assert set(stored["label_free"]) == LABEL_FREE
+    for part in ("before", "after"):
+        assert set(stored[part]) == {"kmeans", "clustering_head", "calibration_head"}
+        assert all(sum(figures["cluster_sizes"]) == 60 for figures in stored[part].values())
+    assert (stored["images"], stored["clusters"], stored["labels"], stored["skipped"]) == (60, 3, False, [])
+
+
+def test_predictions_agree_with_the_model_that_was_saved(finished, digits):
+    report, _ = finished
+    probs = load_model(report.folder).predict_proba(digits[0][:60])
+    assert report.predictions["cluster"].tolist() == probs.argmax(axis=1).tolist()
+    np.testing.assert_allclose(report.predictions["confidence"], probs.max(axis=1), atol=1e-5)
+
+
+def test_the_config_on_disk_has_no_open_number(finished):
+    report, settings = finished
+    stored = yaml.safe_load((report.folder / "config.yaml").read_text(encoding="utf-8"))
+    open_numbers = {name for name, value in stored.items() if value is None}
+    assert open_numbers <= {"format", "arch", "data_root"}
+    assert {name: stored[name] for name in settings} == settings
+    assert None not in (stored["augment"]["flip"], stored["augment"]["crop_scale"])
+
+
+def test_the_history_has_one_line_an_epoch(finished):
+    lines = (finished[0].folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(finished, tmp_path, digits, tiny_checkpoint):
+    report, settings = finished
+    torch.manual_seed(77)  # nothing may depend on the global seed
+    for seed, equal in ((0, True), (1, False)):
+        out = tmp_path / str(seed)
+        refine(tiny_checkpoint, digits[0][:60], clusters=3, out=out, seed=seed, **settings)
+        assert (weights_of(out) == weights_of(report.folder)) is equal
+
+
+def test_labels_change_nothing_but_the_report(finished, tmp_path, digits, tiny_checkpoint):
+    report, settings = finished
+    for name, labels in (("right", digits[1]), ("wrong", digits[1][::-1].copy())):
+        np.savez(tmp_path / f"{name}.npz", x=digits[0][:60], y=labels[:60])
+        labelled = refine(tiny_checkpoint, tmp_path / f"{name}.npz", clusters=3, out=tmp_path / name, **settings)
+        assert weights_of(tmp_path / name) == weights_of(report.folder)
+        assert labelled.metrics["labels"] is True
+        assert set(labelled.metrics["after"]["calibration_head"]) >= {"ACC", "NMI", "ARI", "ECE", "CONF"}
+    ignored = refine(
+        tiny_checkpoint, tmp_path / "right.npz", clusters=3, out=tmp_path / "none", labels=False, **settings
+    )
+    assert ignored.metrics["labels"] is False
+
+
+def test_a_run_stopped_after_any_epoch_goes_on_to_the_same_bytes(finished, tmp_path, digits, tiny_checkpoint):
+    report, settings = finished
+    arguments = {"clusters": 3, "out": tmp_path / "run", **settings}
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(*_arguments):
+        raise StoppedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cdc_plugin.pipeline.write_history", stop)  # the state is on disk, nothing after it
+        with pytest.raises(StoppedError):
+            refine(tiny_checkpoint, digits[0][:60], **arguments)
+    with pytest.raises(UserError, match="--resume"):
+        refine(tiny_checkpoint, digits[0][:60], **arguments)
+    resumed = refine(tiny_checkpoint, digits[0][:60], resume=True, **arguments)
+    assert weights_of(resumed.folder) == weights_of(report.folder)
+    for part in ("before", "after", "label_free"):
+        assert resumed.metrics[part] == report.metrics[part]
+
+
+def test_resuming_a_finished_run_changes_nothing(finished, tmp_path, digits, tiny_checkpoint):
+    report, settings = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(report.folder, copy)
+    resumed = refine(tiny_checkpoint, digits[0][:60], clusters=3, out=copy, resume=True, **settings)
+    assert weights_of(copy) == weights_of(report.folder)
+    assert resumed.metrics["after"] == report.metrics["after"]
+
+
+def test_resuming_with_other_settings_or_images_is_refused(finished, tmp_path, digits, tiny_checkpoint):
+    report, settings = finished
+    copy = tmp_path / "copy"
+    shutil.copytree(report.folder, copy)
+    with pytest.raises(UserError, match="begun with epochs=2, now epochs=5"):
+        refine(tiny_checkpoint, digits[0][:60], 3, out=copy, resume=True, **{**settings, "epochs": 5})
+    with pytest.raises(UserError, match="not those"):
+        refine(tiny_checkpoint, digits[0][1:61], 3, out=copy, resume=True, **settings)
+
+
+def test_the_same_call_resumes_though_sizes_were_cut_and_numbers_rounded(tmp_path, digits, tiny_checkpoint):
+    settings = {**QUICK, "batch_size": 1000, "sub_batch_size": 500, "mini_clusters": 400}
+    arguments = {**settings, "mean": [0.4914, 0.4822, 0.4465], "std": [0.2023, 0.1994, 0.201], "out": tmp_path / "r"}
+    first = refine(tiny_checkpoint, digits[0][:30], 2, **arguments)
+    again = refine(tiny_checkpoint, digits[0][:30], 2, resume=True, **arguments)
+    assert again.metrics["after"] == first.metrics["after"]
+
+
+def test_resume_without_a_run_asks_for_what_a_start_needs(tmp_path):
+    from cdc_plugin.config import load_config
+    from cdc_plugin.pipeline import run
+
+    with pytest.raises(UserError, match="missing --backbone, --data, --clusters"):
+        run(load_config(flags={"out": tmp_path / "empty"}), resume=True)
+
+
+def test_a_folder_of_images_in_class_folders_gives_paths_and_figures(tmp_path, digits, tiny_checkpoint, write_images):
+    folder = write_images(tmp_path / "images", digits[0][:40], digits[1][:40] % 2)
+    report = refine(str(tiny_checkpoint), folder, clusters=2, out=tmp_path / "out", **QUICK)
+    assert report.metrics["labels"] is True
+    assert report.predictions["path"][0].startswith("class ")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_module_of_ones_own_without_batchnorm(tmp_path, digits, frozen):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 6, 5, 4), nn.GELU(), nn.AdaptiveAvgPool2d(1))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    backbone = Backbone(module, 6, [0.3] * 3, [0.3] * 3, 32)
+    report = refine(backbone, digits[0][:40], 2, out=tmp_path / "out", freeze_backbone=frozen, **QUICK)
+    assert len(report.predictions) == 40
+    moved = any(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    assert moved is not frozen
+
+
+def test_a_torch_data_set_with_labels(tmp_path, digits, tiny_backbone):
+    report = refine(tiny_backbone, Digits(digits[0][:40], digits[1][:40]), 2, out=tmp_path / "out", **QUICK)
+    assert report.metrics["data"] == "Digits"
+    assert report.metrics["labels"] is True
+    assert report.predictions.dtype.names[0] == "index"
+
+
+def test_a_frozen_backbone_keeps_its_weights_and_resumes_to_the_same_bytes(tmp_path, digits, tiny_backbone):
+    before = {name: tensor.clone() for name, tensor in tiny_backbone.module.state_dict().items()}
+    settings = {**QUICK, "epochs": 2, "frozen_views": 2, "freeze_backbone": True}
+    refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "a", **settings)
+    loaded = load_model(tmp_path / "a").backbone.module.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in before.items())
+    calls = []
+
+    def stop_at_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cdc_plugin.pipeline.write_history", stop_at_second)
+        with pytest.raises(KeyboardInterrupt):
+            refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", **settings)
+    refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", resume=True, **settings)
+    assert weights_of(tmp_path / "b") == weights_of(tmp_path / "a")
+
+
+def test_zero_epochs_give_the_initialised_clusters(tmp_path, digits, tiny_backbone):
+    report = refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "out", **{**QUICK, "epochs": 0})
+    assert report.metrics["after"]["calibration_head"] == report.metrics["before"]["calibration_head"]
+
+
+def test_identical_images_end_with_a_warning_in_the_log_and_no_nan(tmp_path, tiny_backbone):
+    pixels = np.full((30, 32, 32, 3), 90, dtype=np.uint8)
+    report = refine(tiny_backbone, pixels, 2, out=tmp_path / "out", **QUICK)
+    assert "collapsed" in (tmp_path / "out" / "train.log").read_text()
+    assert np.isfinite(report.predictions["confidence"]).all()
+
+
+def test_a_bare_module_is_refused_with_the_line_to_write(tmp_path, digits):
+    with pytest.raises(UserError, match=r"cdc_plugin\.Backbone\(module, feature_dim"):
+        refine(nn.Flatten(), digits[0][:40], 2, out=tmp_path / "out", **QUICK)
+
+
+def test_features_that_are_not_finite_are_refused(tmp_path, digits):
+    module = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.AdaptiveAvgPool2d(1))
+    nn.init.constant_(module[0].weight, float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        refine(Backbone(module, 4, [0.5] * 3, [0.5] * 3, 32), digits[0][:40], 2, out=tmp_path / "out", **QUICK)
+
+
+def test_requests_that_lack_something_are_refused_before_a_folder_is_made(tmp_path, digits, tiny_backbone):
+    with pytest.raises(UserError, match="missing --clusters"):
+        refine(tiny_backbone, digits[0], out=tmp_path / "out")
+    with pytest.raises(UserError, match="did you mean epochs"):
+        refine(tiny_backbone, digits[0], 2, out=tmp_path / "out", epoch=3)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_images_are_refused(tmp_path, digits, tiny_backbone):
+    with pytest.raises(UserError, match="3 readable images, too few for 2 clusters"):
+        refine(tiny_backbone, digits[0][:3], 2, out=tmp_path / "out", **QUICK)
