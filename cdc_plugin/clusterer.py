@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS, native_backbone, read_native
@@ -45,13 +46,7 @@ class Clusterer(nn.Module):
         Args:
             images: (H, W, 3) or (N, H, W, 3) uint8, a PIL image, a path of an image or folder, or a list.
         """
-        if isinstance(images, np.ndarray) and (images.ndim == 2 or (images.ndim == 3 and images.shape[-1] == 3)):
-            images = images[None]
-        elif not isinstance(images, (np.ndarray, Tensor, list, tuple, str, Path)):
-            images = [images]
-        elif isinstance(images, (list, tuple)) and images and isinstance(images[0], np.ndarray):
-            images = np.stack(images)
-        found = open_images(images, self.backbone.input_size, labels=False)
+        found = open_images(_several(images), self.backbone.input_size, labels=False)
         if found.skipped:
             name, reason = found.skipped[0]
             raise UserError(f"cannot read {name}: {reason}")
@@ -94,6 +89,18 @@ class Clusterer(nn.Module):
         write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
         text = json.dumps(description, indent=2) + "\n"
         write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _several(images: Any) -> Any:
+    """One image of any kind as a list or array of one; arrays of different sizes as PIL images."""
+    if isinstance(images, (str, Path)):
+        return images
+    if isinstance(images, (np.ndarray, Tensor)):
+        single = images.ndim == 2 or (images.ndim == 3 and 3 in (images.shape[0], images.shape[-1]))
+        return images[None] if single else images
+    if not isinstance(images, (list, tuple)):
+        return [images]
+    return [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
 
 
 def load_model(path: str | Path) -> Clusterer:

@@ -176,16 +176,16 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
             f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
             f"found {images} images; take batch_size={4 * clusters} or more, or fewer --clusters"
         )
+    while min(batch_sizes(images, batch)) < clusters:  # near-equal batches can be smaller than asked for
+        batch += 1
     sub_batch = min(config.sub_batch_size or max(32, batch // 4), batch)
-    steps_an_epoch = sum(split_sizes(size, sub_batch) for size in batch_sizes(images, batch))
+    config = dataclasses.replace(config, batch_size=batch, sub_batch_size=sub_batch)
     epochs = config.epochs
     if epochs is None:
         epochs = min(100, max(10, round(IMAGES_SEEN / images)))
-    missing = min(10.0, max(1.0, PAPER_STEPS / max(1, epochs * steps_an_epoch)))
+    missing = min(10.0, max(1.0, PAPER_STEPS / max(1, epochs * steps_an_epoch(images, config))))
     return dataclasses.replace(
         config,
-        batch_size=batch,
-        sub_batch_size=sub_batch,
         mini_clusters=None if config.mini_clusters is None else min(config.mini_clusters, batch),
         epochs=epochs,
         lr_heads=PAPER_LR_HEADS * missing if config.lr_heads is None else config.lr_heads,
@@ -200,7 +200,14 @@ def batch_sizes(images: int, batch: int) -> list[int]:
     return [images // count + (index < images % count) for index in range(count)]
 
 
-def split_sizes(images: int, part: int) -> int:
+def steps_an_epoch(images: int, config: RefineConfig) -> int:
+    """Steps of both optimisers in an epoch of a resolved config."""
+    assert config.batch_size is not None
+    assert config.sub_batch_size is not None
+    return sum(sub_batches(size, config.sub_batch_size) for size in batch_sizes(images, config.batch_size))
+
+
+def sub_batches(images: int, part: int) -> int:
     """Into how many near-equal sub-batches a batch is cut; never so many that one holds a single image."""
     return max(1, min(round(images / part), images // 2))
 
@@ -229,7 +236,9 @@ def _refuse_unknown_keys(layer: Mapping[Any, Any], schema: type, name: str, pref
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
             raise UserError(f"{name}: unknown key '{prefix}{key}'; {hint}")
-        if key == "augment" and isinstance(value, Mapping):
+        if key == "augment":
+            if not isinstance(value, Mapping):
+                raise UserError(f"{name}: augment holds settings of its own, as in augment.flip=false; found {value!r}")
             _refuse_unknown_keys(value, AugmentConfig, name, "augment.")
 
 

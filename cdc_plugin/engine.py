@@ -7,8 +7,9 @@ backbone and clustering head on the strong views, one step of the calibration he
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cdc_plugin.config import RefineConfig, split_sizes
+from cdc_plugin.config import RefineConfig, sub_batches
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.selection import Selection, selections
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
@@ -32,6 +33,17 @@ class Views:
     plain: Tensor
     weak: Tensor
     strong: Tensor
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a batch is trained towards: pseudo-labels, soft targets (B, C) and the features they belong to."""
+
+    selection: Selection
+    targets: Tensor
+    features: Tensor
+    confidence: float
+    mini_clusters: int
 
 
 class Refiner:
@@ -84,18 +96,18 @@ class Refiner:
     def train_batch(self, views: Views, randomness: torch.Generator) -> dict[str, float]:
         """One pass of the outer loop of Algorithm 1; returns means over the batch for the log."""
         assert self.config.sub_batch_size is not None
-        parts = split_sizes(len(views.plain), self.config.sub_batch_size)
-        selection, targets, features = self._judge(views, randomness)
+        parts = sub_batches(len(views.plain), self.config.sub_batch_size)
+        judged = self.judge(views, randomness)
+        labels, mask = judged.selection.labels, judged.selection.mask
 
         clustering_losses, calibration_losses = [], []
-        for part in torch.arange(len(features)).tensor_split(parts):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            self._set_rates()
-            clustering_losses.append(
-                self._step_clustering(views.strong[rows], selection.labels[rows], selection.mask[rows])
-            )
-            calibration_losses.append(self._step_calibration(features[rows], targets[rows]))
-            self.steps += 1
+        with self._own_randomness(randomness):
+            for part in torch.arange(len(labels)).tensor_split(parts):
+                rows = slice(int(part[0]), int(part[-1]) + 1)
+                self._set_rates()
+                clustering_losses.append(self._step_clustering(views.strong[rows], labels[rows], mask[rows]))
+                calibration_losses.append(self._step_calibration(judged.features[rows], judged.targets[rows]))
+                self.steps += 1
         clustering_loss = torch.stack(clustering_losses).mean().item()
         calibration = torch.stack(calibration_losses).mean().item()
         if not math.isfinite(clustering_loss + calibration):
@@ -106,13 +118,13 @@ class Refiner:
         return {
             "clustering_loss": clustering_loss,
             "calibration_loss": calibration,
-            "selected": selection.mask.float().mean().item(),
-            "confidence": self._confidence,
-            "mini_clusters": self._count,
+            "selected": mask.float().mean().item(),
+            "confidence": judged.confidence,
+            "mini_clusters": judged.mini_clusters,
         }
 
     @torch.no_grad()
-    def _judge(self, views: Views, randomness: torch.Generator) -> tuple[Selection, Tensor, Tensor]:
+    def judge(self, views: Views, randomness: torch.Generator) -> Judgement:
         """Selection from the weak views, soft targets and features from the plain ones.
 
         Features are taken once a batch, as in the released code; Algorithm 1 computes them again in every
@@ -122,11 +134,20 @@ class Refiner:
             _judge_by_batch_statistics(module)
         features = self._features(views.plain)
         probs = F.softmax(self.clustering_head(features), dim=1)
-        judged = F.softmax(self.calibration_head(self._features(views.weak)), dim=1)
-        self._confidence = judged.max(dim=1).values.mean().item()
-        self._count = self.config.mini_clusters or mini_cluster_count(self._confidence, *probs.shape)
-        assignment = mini_clusters_of(features, self._count, randomness)
-        return self.select(judged), mini_cluster_targets(probs, assignment, self._count), features
+        weak_probs = F.softmax(self.calibration_head(self._features(views.weak)), dim=1)
+        confidence = weak_probs.max(dim=1).values.mean().item()
+        count = self.config.mini_clusters or mini_cluster_count(confidence, *probs.shape)
+        assignment = mini_clusters_of(features, count, randomness)
+        targets = mini_cluster_targets(probs, assignment, count)
+        return Judgement(self.select(weak_probs), targets, features, confidence, count)
+
+    @contextlib.contextmanager
+    def _own_randomness(self, randomness: torch.Generator) -> Iterator[None]:
+        """Dropout and stochastic depth draw from torch's global generator: give them a stream of this batch."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)))
+            yield
 
     def _features(self, images: Tensor) -> Tensor:
         parts = -(-images.numel() // _JUDGED_AT_ONCE)

@@ -5,25 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cdc_plugin.augmentation import choose_augmentation
+from cdc_plugin.batches import (
+    AUGMENTATION,
+    FINAL,
+    INITIALISATION,
+    batches_of,
+    cached_views,
+    fresh_views,
+    training_views,
+)
 from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.checkpoints.formats import load_backbone
-from cdc_plugin.checkpoints.probe import settle
-from cdc_plugin.clusterer import Clusterer, load_model, view_settings
-from cdc_plugin.config import RefineConfig, batch_sizes, load_config, resolve, split_sizes, to_yaml
+from cdc_plugin.clusterer import Clusterer, load_model
+from cdc_plugin.config import RefineConfig, batch_sizes, load_config, resolve, steps_an_epoch, to_yaml
 from cdc_plugin.core.prototypes import prototype_head
 from cdc_plugin.core.selection import selections
-from cdc_plugin.data.images import ImageSet, native_size, open_images
-from cdc_plugin.data.views import make_views
-from cdc_plugin.engine import Refiner, Views
+from cdc_plugin.data.images import ImageSet, open_images
+from cdc_plugin.engine import Refiner
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import (
     Report,
@@ -37,6 +42,7 @@ from cdc_plugin.evaluation import (
     trusted_samples,
     write_table,
 )
+from cdc_plugin.inputs import open_backbone, open_data, settle_assumptions
 from cdc_plugin.model import Backbone, ClusterHead
 from cdc_plugin.results import (
     CACHE,
@@ -51,9 +57,6 @@ from cdc_plugin.results import (
 )
 from cdc_plugin.runtime import choose_device, generator, write_atomically
 from cdc_plugin.tracking import TrainingProgress, log, log_to, progress, write_history
-
-# Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream. Training uses 2.
-ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL = 1, 3, 4, 5, 6
 
 
 @dataclasses.dataclass
@@ -130,13 +133,11 @@ def run(
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any) -> Run:
     """Backbone and images in, both heads initialised from feature prototypes (Sec. 3.3)."""
     device = choose_device(config.device)
-    backbone = _open_backbone(config, module)
-    images = _open_data(config, backbone, folder, data)
-    if "mean" in backbone.assumed or any(name.startswith("stem") for name in backbone.assumed):
-        settlement = settle(backbone, images.batch(_spread(len(images), 2048)))
-        log.info("%s", settlement.reason)
-        backbone = settlement.backbone
+    backbone = open_backbone(config, module)
+    images = open_data(config, backbone, folder / CACHE, data)
+    backbone = settle_assumptions(backbone, images)
     config = resolve(config, len(images), backbone.input_size)
+    training_views(config, backbone)  # refuses a wrong augmentation before any work is done
     assert config.clusters is not None
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -186,7 +187,7 @@ def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: n
     backbone = Backbone(network, **record)
     device = choose_device(config.device)
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    images = _open_data(config, backbone, folder, data)
+    images = open_data(config, backbone, folder / CACHE, data)
     _refuse_other_settings(given, stored, len(images), folder)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {config.data} are not those that {folder} was begun with")
@@ -202,20 +203,14 @@ def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: n
 def train(current: Run) -> None:
     """Algorithm 1; after every epoch the state is on disk before the next begins."""
     config, model = current.config, current.model
-    sizes = batch_sizes(len(current.images), config.batch_size or 1)
-    steps = sum(split_sizes(size, config.sub_batch_size or 1) for size in sizes)
-    epochs = config.epochs or 0
-    frozen = config.freeze_backbone
+    epochs, frozen = config.epochs or 0, config.freeze_backbone
     trained = nn.Identity() if frozen else model.backbone
-    refiner = Refiner(trained, model.clustering_head, model.calibration_head, config, current.device, steps * epochs)
+    steps = epochs * steps_an_epoch(len(current.images), config)
+    refiner = Refiner(trained, model.clustering_head, model.calibration_head, config, current.device, steps)
     if current.state is not None:
         refiner.restore(current.state["refiner"])
-    views_of = _cached_views(current) if frozen and refiner.epoch < epochs else _fresh_views(current)
-
-    def batches(epoch: int) -> Iterator[Views]:
-        order = torch.randperm(len(current.images), generator=generator(config.seed, ORDER, epoch))
-        for number, chosen in enumerate(order.split(sizes)):
-            yield views_of(chosen, generator(config.seed, VIEWS, epoch, number))
+    views_of = cached_views if frozen and refiner.epoch < epochs else fresh_views
+    make = views_of(config, model.backbone, current.images, current.device)
 
     def save() -> None:
         backbone = model.backbone
@@ -239,7 +234,8 @@ def train(current: Run) -> None:
         )
         write_history(current.folder / HISTORY, current.history)
 
-    bar = TrainingProgress(refiner.epoch, epochs, len(sizes))
+    batches = len(batch_sizes(len(current.images), config.batch_size or 1))
+    bar = TrainingProgress(refiner.epoch, epochs, batches)
 
     def after_epoch(stats: dict[str, float]) -> None:
         current.history.append(bar.after_epoch(stats))
@@ -248,7 +244,7 @@ def train(current: Run) -> None:
     if current.state is None:
         save()
     try:
-        refiner.fit(batches, bar.after_batch, after_epoch)
+        refiner.fit(batches_of(make, len(current.images), config), bar.after_batch, after_epoch)
     finally:
         bar.close()
 
@@ -292,104 +288,6 @@ def finish(current: Run, seconds: float) -> Report:
     return Report(metrics, table, folder)
 
 
-def _fresh_views(current: Run) -> Callable[[Tensor, torch.Generator], Views]:
-    augment = current.config.augment
-    settings = view_settings(
-        current.model.backbone,
-        flip=augment.flip,
-        crop_scale=augment.crop_scale,
-        operations=augment.operations,
-        cutout=augment.cutout,
-        excluded=tuple(augment.exclude),
-    )
-
-    def make(chosen: Tensor, randomness: torch.Generator) -> Views:
-        pixels = current.images.batch(chosen)
-        if current.device.type == "cuda":
-            pixels = pixels.pin_memory()
-        pixels = pixels.to(current.device, non_blocking=True)
-        return Views(*make_views(pixels, settings, randomness))
-
-    return make
-
-
-@torch.no_grad()
-def _cached_views(current: Run) -> Callable[[Tensor, torch.Generator], Views]:
-    """Features of a fixed number of weak and strong views, computed once by the frozen backbone."""
-    count, device = current.config.frozen_views, current.device
-    backbone, make = current.model.backbone, _fresh_views(current)
-    backbone.eval()
-    plain: list[Tensor] = []
-    weak: list[list[Tensor]] = [[] for _ in range(count)]
-    strong: list[list[Tensor]] = [[] for _ in range(count)]
-    parts = torch.arange(len(current.images)).split(256)
-    for number, part in enumerate(progress(parts, len(parts), "features of views")):
-        for view in range(count):
-            views = make(part, generator(current.config.seed, VIEWS, -1 - view, number))
-            if view == 0:
-                plain.append(backbone(views.plain))
-            weak[view].append(backbone(views.weak))
-            strong[view].append(backbone(views.strong))
-    all_plain = torch.cat(plain)
-    all_weak = torch.stack([torch.cat(rows) for rows in weak])  # (views, N, D)
-    all_strong = torch.stack([torch.cat(rows) for rows in strong])
-
-    def pick(chosen: Tensor, randomness: torch.Generator) -> Views:
-        which = torch.randint(count, (2, len(chosen)), generator=randomness).to(device)
-        rows = chosen.to(device)
-        return Views(all_plain[rows], all_weak[which[0], rows], all_strong[which[1], rows])
-
-    return pick
-
-
-def _open_backbone(config: RefineConfig, module: nn.Module | None) -> Backbone:
-    if module is None:
-        assert config.backbone is not None
-        backbone = load_backbone(config.backbone, config.format, config.arch)
-    elif isinstance(module, Backbone):
-        backbone = module
-    else:
-        raise UserError(
-            "a module of your own must say what it takes: wrap it as "
-            "cdc_plugin.Backbone(module, feature_dim, mean, std, input_size)"
-        )
-    stated = {name for name in ("mean", "std", "input_size") if getattr(config, name) is not None}
-    return Backbone(
-        backbone.module,
-        backbone.feature_dim,
-        config.mean or backbone.mean.tolist(),
-        config.std or backbone.std.tolist(),
-        config.input_size or backbone.input_size,
-        backbone.spec,
-        assumed=[name for name in backbone.assumed if name not in stated],
-    )
-
-
-def _open_data(config: RefineConfig, backbone: Backbone, folder: Path | None, data: Any) -> ImageSet:
-    source = config.data if data is None else data
-    if "input_size" in backbone.assumed:
-        size = native_size(source)
-        if size is not None and size <= 96:
-            backbone.input_size = size
-    images = open_images(
-        source,
-        backbone.input_size,
-        labels=config.labels,
-        root=config.data_root,
-        cache=None if folder is None else folder / CACHE,
-        progress=progress,
-    )
-    for name, reason in images.skipped:
-        log.warning("skipped %s: %s", name, reason)
-    assert config.clusters is not None
-    if len(images) < max(config.clusters, 4):
-        raise UserError(
-            f"{images.source} has {len(images)} readable images, too few for {config.clusters} clusters; "
-            "add images or take fewer --clusters"
-        )
-    return images
-
-
 def _check_request(config: RefineConfig, resume: bool) -> None:
     wanted = [] if resume and config.out else ["backbone", "data", "clusters"]
     missing = [name for name in wanted if getattr(config, name) is None]
@@ -420,19 +318,13 @@ def _run_name(config: RefineConfig) -> str:
     return name
 
 
-def _spread(count: int, wanted: int) -> Tensor:
-    """Up to ``wanted`` indices, evenly spread over all images."""
-    return torch.linspace(0, count - 1, min(count, wanted)).long()
-
-
 def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
     """What `run` would do, as resolved settings and words; reads the inputs and writes nothing."""
     _check_request(config, resume=False)
-    backbone = _open_backbone(config, None)
-    images = _open_data(config, backbone, None, None)
+    backbone = open_backbone(config, None)
+    images = open_data(config, backbone, None, None)
     resolved = resolve(config, len(images), backbone.input_size)
     sizes = batch_sizes(len(images), resolved.batch_size or 1)
-    steps = sum(split_sizes(size, resolved.sub_batch_size or 1) for size in sizes)
     parameters = sum(parameter.numel() for parameter in backbone.parameters())
     lines = [
         f"images: {len(images)} from {images.source}"
@@ -441,7 +333,7 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features, input {backbone.input_size} px"
         + (f"; assumed: {', '.join(backbone.assumed)}" if backbone.assumed else ""),
         f"training: {resolved.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
-        f"{steps} steps an epoch, on {choose_device(config.device)}",
+        f"{steps_an_epoch(len(images), resolved)} steps an epoch, on {choose_device(config.device)}",
         f"results: {resolved.out or 'a new folder below cdc-runs'}",
     ]
     return resolved, lines

@@ -147,7 +147,8 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
     )
     refiner = engine.Refiner(backbone, *heads, config, torch.device("cpu"), total_steps=1)
     views = engine.Views(given["in/val"], given["in/image"], given["in/image_augmented"])
-    selection, targets, features = refiner._judge(views, torch.Generator())
+    judged = refiner.judge(views, torch.Generator())
+    selection, targets, features = judged.selection, judged.targets, judged.features
     assert selection.mask.tolist() == given["mid/selected_idx"].bool().tolist()
     assert selection.labels.tolist() == given["mid/proto_pseudo"].tolist()
     torch.testing.assert_close(targets, given["mid/super_target"], rtol=1e-3, atol=1e-5)

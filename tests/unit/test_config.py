@@ -12,7 +12,7 @@ from cdc_plugin.config import (
     recipe_names,
     recipe_summary,
     resolve,
-    split_sizes,
+    sub_batches,
     to_yaml,
 )
 from cdc_plugin.errors import UserError
@@ -165,7 +165,6 @@ def test_a_batch_below_the_number_of_clusters_is_refused_with_advice():
         resolve(RefineConfig(clusters=10, batch_size=8), 1000, 32)
 
 
-@pytest.mark.xfail(strict=True, reason="near-equal batches can be a third smaller than batch_size")
 @pytest.mark.parametrize(("images", "batch", "clusters"), [(14, 4, 4), (7, 2, 2), (1400, 400, 400)])
 def test_no_batch_of_an_epoch_falls_below_the_number_of_clusters(images, batch, clusters):
     found = resolve(RefineConfig(clusters=clusters, batch_size=batch), images, 32)
@@ -189,7 +188,7 @@ def test_batches_hold_every_image_once_and_are_near_equal():
 def test_sub_batches_never_hold_a_single_image():
     for images in range(2, 150):
         for part in range(2, 70):
-            count = split_sizes(images, part)
+            count = sub_batches(images, part)
             assert count >= 1
             assert images // count >= 2  # near-equal parts: the smallest has the floor
-    assert split_sizes(1, 5) == 1
+    assert sub_batches(1, 5) == 1

@@ -179,7 +179,6 @@ def test_a_restored_run_goes_on_bit_for_bit(backbone, changes):
     assert same(tensors_of(second), tensors_of(whole))
 
 
-@pytest.mark.xfail(strict=True, reason="dropout draws from the global generator")
 def test_a_backbone_with_dropout_is_reproducible_too():
     runs = []
     for noise in (1, 2):

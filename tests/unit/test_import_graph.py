@@ -10,6 +10,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"pipeline", "pretrain_demo"},
+    {"batches", "inputs"},
     {"engine", "evaluation", "augmentation"},
     {"clusterer"},
     {"data", "checkpoints", "tracking", "results"},

@@ -1,0 +1,81 @@
+"""The two inputs of a run, checked before anything is computed: the backbone and the images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdc_plugin.checkpoints.formats import load_backbone
+from cdc_plugin.checkpoints.probe import settle
+from cdc_plugin.config import RefineConfig
+from cdc_plugin.data.images import ImageSet, native_size, open_images
+from cdc_plugin.errors import UserError
+from cdc_plugin.model import Backbone
+from cdc_plugin.tracking import log, progress
+
+
+def open_backbone(config: RefineConfig, module: nn.Module | None) -> Backbone:
+    """The backbone that the config names or the caller gave, with the input convention that the config states."""
+    if module is None:
+        assert config.backbone is not None
+        backbone = load_backbone(config.backbone, config.format, config.arch)
+    elif isinstance(module, Backbone):
+        backbone = module
+    else:
+        raise UserError(
+            "a module of your own must say what it takes: wrap it as "
+            "cdc_plugin.Backbone(module, feature_dim, mean, std, input_size)"
+        )
+    stated = {name for name in ("mean", "std", "input_size") if getattr(config, name) is not None}
+    return Backbone(
+        backbone.module,
+        backbone.feature_dim,
+        config.mean or backbone.mean.tolist(),
+        config.std or backbone.std.tolist(),
+        config.input_size or backbone.input_size,
+        backbone.spec,
+        assumed=[name for name in backbone.assumed if name not in stated],
+    )
+
+
+def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data: Any) -> ImageSet:
+    """The images, squared to the size the backbone takes; unreadable ones are logged."""
+    source = config.data if data is None else data
+    if "input_size" in backbone.assumed:
+        size = native_size(source)
+        if size is not None and size <= 96:
+            backbone.input_size = size
+    images = open_images(
+        source,
+        backbone.input_size,
+        labels=config.labels,
+        root=config.data_root,
+        cache=cache,
+        progress=progress,
+    )
+    for name, reason in images.skipped:
+        log.warning("skipped %s: %s", name, reason)
+    assert config.clusters is not None
+    if len(images) < max(config.clusters, 4):
+        raise UserError(
+            f"{images.source} has {len(images)} readable images, too few for {config.clusters} clusters; "
+            "add images or take fewer --clusters"
+        )
+    return images
+
+
+def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:
+    """Decide by a look at the images what the checkpoint left open: stem and normalisation."""
+    if "mean" not in backbone.assumed and not any(name.startswith("stem") for name in backbone.assumed):
+        return backbone
+    settlement = settle(backbone, images.batch(_spread(len(images), 2048)))
+    log.info("%s", settlement.reason)
+    return settlement.backbone
+
+
+def _spread(count: int, wanted: int) -> Tensor:
+    """Up to ``wanted`` indices, evenly spread over all images."""
+    return torch.linspace(0, count - 1, min(count, wanted)).long()
