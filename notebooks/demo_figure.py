@@ -20,7 +20,7 @@ from cdc_plugin.metrics import summary
 from cdc_plugin.metrics.clustering import correct_samples
 
 matplotlib.use("Agg")
-INK, GOOD, GAP = "#333333", "#2a78b8", "#e8a13a"
+INK, BAR, MARK = "#333333", "#2a78b8", "#d9782d"
 
 
 def reliability(axis, probs, labels, title):
@@ -31,13 +31,16 @@ def reliability(axis, probs, labels, title):
     index = np.clip(np.digitize(confidence, edges) - 1, 0, 14)
     for bin_number in np.unique(index):
         inside = index == bin_number
-        share, mean, right = inside.mean(), confidence[inside].mean(), correct[inside].mean()
         middle = (edges[bin_number] + edges[bin_number + 1]) / 2
-        axis.bar(middle, mean, width=0.06, color=GAP, alpha=0.55)
-        axis.bar(middle, right, width=0.06, color=GOOD, alpha=0.35 + 0.65 * share**0.5)
+        # The paler a bar, the fewer images it stands for.
+        axis.bar(middle, correct[inside].mean(), width=0.06, color=BAR, alpha=0.2 + 0.8 * inside.mean() ** 0.5)
+        mean = confidence[inside].mean()
+        axis.plot([middle - 0.03, middle + 0.03], [mean, mean], color=MARK, linewidth=3, solid_capstyle="butt")
     axis.plot([0, 1], [0, 1], "--", color=INK, linewidth=1)
     axis.set(xlim=(0, 1), ylim=(0, 1), xlabel="confidence", title=title)
-    text = f"ACC {100 * figures['ACC']:.1f} %\nconfidence {100 * figures['CONF']:.1f} %\nECE {100 * figures['ECE']:.1f} %"
+    text = (
+        f"ACC {100 * figures['ACC']:.1f} %\nconfidence {100 * figures['CONF']:.1f} %\nECE {100 * figures['ECE']:.1f} %"
+    )
     axis.text(0.05, 0.95, text, va="top", fontsize=10, bbox={"facecolor": "white", "edgecolor": "#cccccc"})
 
 
@@ -47,20 +50,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         start = cdc_plugin.refine(**demo_settings(), recipe="digits", epochs=0, out=Path(scratch) / "start")
         initial = cdc_plugin.load_model(start.folder)
-        figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, constrained_layout=True)
+        figure = plt.figure(figsize=(12, 3.8), layout="constrained")
+        left, right = figure.subfigures(1, 2, width_ratios=[2.1, 1])
+        axes = left.subplots(1, 2, sharey=True)
         reliability(axes[0], initial.predict_proba(digits.images), digits.labels, "after initialisation")
         probs = refined.predict_proba(digits.images)
         reliability(axes[1], probs, digits.labels, "calibration head after training")
-    axes[0].set_ylabel("share that is right (blue)")
-    order = np.argsort(probs.max(axis=1))
-    axes[2].remove()
-    grid = axes[2].get_subplotspec().subgridspec(4, 6, wspace=0.05, hspace=0.35)
-    for cell, row in zip(grid, order[:24], strict=True):
-        axis = figure.add_subplot(cell)
+    axes[0].set_ylabel("share that is right (bars), confidence (marks)")
+    right.suptitle("the 24 images it is least sure of", fontsize=11)
+    for axis, row in zip(right.subplots(4, 6).flat, np.argsort(probs.max(axis=1))[:24], strict=True):
         axis.imshow(digits.images[row])
-        axis.set_title(f"{probs[row].max():.0%}", fontsize=7, pad=1)
+        axis.set_title(f"{probs[row].max():.0%}", fontsize=8, pad=1)
         axis.axis("off")
-    figure.text(0.845, 0.985, "the 24 images it is least sure of", ha="center", va="top", fontsize=11)
     target = Path(__file__).parent / "images" / "demo.png"
     figure.savefig(target, dpi=110)
 
