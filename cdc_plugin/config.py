@@ -52,7 +52,7 @@ class RefineConfig:
     lr_backbone: float | None = None
     schedule: str = "cosine"  # or constant, as in the paper
     freeze_backbone: bool = False
-    frozen_views: int = 8  # weak and strong views a sample whose features are cached with a frozen backbone
+    frozen_views: int = 4  # weak and strong views a sample whose features are cached with a frozen backbone
 
     input_size: int | None = None
     mean: list[float] | None = None
@@ -66,8 +66,8 @@ class RefineConfig:
 
 SCHEDULES = ("cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
-# The paper trains CIFAR-10 for about 12,000 steps at these rates.
-PAPER_STEPS, PAPER_LR_HEADS, PAPER_LR_BACKBONE = 12_000, 1e-4, 5e-5
+PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
+FULL_RATE_STEPS = 4_500  # shorter runs take larger rates, in proportion
 IMAGES_SEEN = 50_000  # images times epochs of a run on small data
 
 
@@ -162,10 +162,10 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
     """Put a number in place of every None that depends on the size of the data.
 
     B follows the paper: 1,000 for small images, 500 for large ones, at least 25 images a cluster, but at
-    least four batches an epoch on small sets. The paper's rates are made for 12,000 steps; a set of a few
-    thousand images gives a few hundred in reasonable time, so the rates grow with the steps that are
-    missing, up to tenfold. K stays None: it follows the confidence of every batch
-    (`core.targets.mini_cluster_count`).
+    least four batches an epoch on small sets; B_s is B / 2 from 1,000 images on and B / 4 below, as there.
+    The paper's rates are made for 12,000 steps; a set of a few thousand images gives a few hundred in
+    reasonable time, at rates that grow with the steps that are missing, up to twentyfold. K stays None: it
+    follows the confidence of every batch (`core.targets.mini_cluster_count`).
     """
     assert config.clusters is not None
     clusters = config.clusters
@@ -178,18 +178,18 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
         )
     while min(batch_sizes(images, batch)) < clusters:  # near-equal batches can be smaller than asked for
         batch += 1
-    sub_batch = min(config.sub_batch_size or max(32, batch // 4), batch)
+    sub_batch = min(config.sub_batch_size or max(32, batch // (2 if batch >= 1000 else 4)), batch)
     config = dataclasses.replace(config, batch_size=batch, sub_batch_size=sub_batch)
     epochs = config.epochs
     if epochs is None:
         epochs = min(100, max(10, round(IMAGES_SEEN / images)))
-    missing = min(10.0, max(1.0, PAPER_STEPS / max(1, epochs * steps_an_epoch(images, config))))
+    faster = min(20.0, max(1.0, FULL_RATE_STEPS / max(1, epochs * steps_an_epoch(images, config))))
     return dataclasses.replace(
         config,
         mini_clusters=None if config.mini_clusters is None else min(config.mini_clusters, batch),
         epochs=epochs,
-        lr_heads=PAPER_LR_HEADS * missing if config.lr_heads is None else config.lr_heads,
-        lr_backbone=PAPER_LR_BACKBONE * missing if config.lr_backbone is None else config.lr_backbone,
+        lr_heads=PAPER_LR_HEADS * faster if config.lr_heads is None else config.lr_heads,
+        lr_backbone=PAPER_LR_BACKBONE * faster if config.lr_backbone is None else config.lr_backbone,
         input_size=input_size,
     )
 
