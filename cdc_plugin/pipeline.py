@@ -51,6 +51,8 @@ from cdc_plugin.results import (
     LOG,
     PREDICTIONS,
     REPORT,
+    clear_results,
+    leave_nothing_behind,
     prepare_folder,
     read_state,
     write_state,
@@ -121,13 +123,19 @@ def run(
     began = time.monotonic()
     _check_request(config, resume)
     folder = prepare_folder(config.out, _run_name(config), resume, overwrite)
-    state = read_state(folder) if resume else None
-    if state is None:
-        _check_request(config, resume=False)
-    with log_to(folder / LOG):
-        current = start(config, folder, module, data) if state is None else restart(config, folder, state, module, data)
-        train(current)
-        return finish(current, time.monotonic() - began)
+    try:
+        state = read_state(folder) if resume else None
+        if state is None:
+            _check_request(config, resume=False)
+        with log_to(folder / LOG):
+            if state is None:
+                current = start(config, folder, module, data)
+            else:
+                current = restart(config, folder, state, module, data)
+            train(current)
+            return finish(current, time.monotonic() - began)
+    finally:
+        leave_nothing_behind(folder)
 
 
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any) -> Run:
@@ -167,6 +175,7 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     # What the user gave is kept to the digit, so that the same command can resume the run.
     mean, std = config.mean or backbone.mean.tolist(), config.std or backbone.std.tolist()
     config = dataclasses.replace(config, augment=chosen, mean=mean, std=std)
+    clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     initial = head_probabilities(heads[0], features)
     before = measure(initial, initial, weights.partition.cpu().numpy(), images.labels)

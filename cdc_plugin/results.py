@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -38,19 +39,31 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
     except OSError as error:
         raise UserError(f"cannot make the result folder {folder}: {error.strerror}; give another --out") from error
     _check_writable(folder)
-    if present and not resume:
-        if not overwrite:
-            raise UserError(
-                f"{folder} is not empty ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''}); "
-                "give another --out, or --resume to go on with that run, or --overwrite to replace its files"
-            )
-        for file in RESULT_FILES:  # nothing but what a run writes is ever removed
-            (folder / file).unlink(missing_ok=True)
+    if present and not resume and not overwrite:
+        raise UserError(
+            f"{folder} is not empty ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''}); "
+            "give another --out, or --resume to go on with that run, or --overwrite to replace its files"
+        )
     if resume and present and not (folder / CONFIG).is_file():
         raise UserError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run as --out")
     for leftover in _half_written(folder):
         leftover.unlink(missing_ok=True)
     return folder
+
+
+def clear_results(folder: Path) -> None:
+    """Remove an earlier run's files and nothing else; its log is kept and goes on."""
+    for file in RESULT_FILES:
+        if file != LOG:
+            (folder / file).unlink(missing_ok=True)
+
+
+def leave_nothing_behind(folder: Path) -> None:
+    """Take back a folder in which a run that could not start has left nothing."""
+    with contextlib.suppress(OSError):  # not empty: it stays
+        folder.rmdir()
+        if folder.parent == DEFAULT_PARENT:
+            DEFAULT_PARENT.rmdir()
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -113,6 +113,8 @@ def test_a_finished_folder_is_not_overwritten_unless_asked(finished, photos, tin
     before = {path: path.read_bytes() for path in out.iterdir()}
     words = ["--backbone", tiny_checkpoint, "--data", photos, "--clusters", 3, "--out", out, "--epochs", 1, *QUICK]
     assert "--overwrite" in refuse(*words, "--quiet")
+    words[3] = photos / "no such folder"  # asked to overwrite, but with a mistake in the inputs
+    refuse(*words, "--overwrite", "--quiet")
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 

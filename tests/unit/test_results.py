@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.results import RESULT_FILES, prepare_folder, read_state, write_state
+from cdc_plugin.results import (
+    RESULT_FILES,
+    clear_results,
+    leave_nothing_behind,
+    prepare_folder,
+    read_state,
+    write_state,
+)
 
 
 def fill(folder, *names):
@@ -45,7 +52,9 @@ def test_overwrite_removes_the_files_of_a_run_and_no_other(tmp_path):
     fill(tmp_path, *RESULT_FILES, *foreign)
     fill(tmp_path / "cache", "images")
     prepare_folder(str(tmp_path), "x", resume=False, overwrite=True)
-    assert names_in(tmp_path) == sorted([*foreign, "cache"])
+    assert set(RESULT_FILES) <= set(names_in(tmp_path))  # the new run may still turn out to be impossible
+    clear_results(tmp_path)
+    assert names_in(tmp_path) == sorted([*foreign, "cache", "train.log"])
     assert names_in(tmp_path / "cache") == ["images"]
 
 
@@ -69,6 +78,16 @@ def test_resume_refuses_a_folder_that_no_run_wrote(tmp_path):
     fill(tmp_path, "thesis.tex")
     with pytest.raises(UserError, match=r"nothing to resume .* no config\.yaml"):
         prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
+
+
+def test_a_run_that_never_started_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = prepare_folder(None, "x", resume=False, overwrite=False)
+    leave_nothing_behind(folder)
+    assert names_in(tmp_path) == []
+    fill(prepare_folder(None, "x", resume=False, overwrite=False), "config.yaml")
+    leave_nothing_behind(folder)
+    assert (folder / "config.yaml").is_file()
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path):
