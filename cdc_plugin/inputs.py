@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def open_backbone(config: RefineConfig, module: nn.Module | None) -> Backbone:
         assert config.backbone is not None
         backbone = load_backbone(config.backbone, config.format, config.arch)
     elif isinstance(module, Backbone):
-        backbone = module
+        backbone = copy.deepcopy(module)  # training must not change what the caller still holds
     else:
         raise UserError(
             "a module of your own must say what it takes: wrap it as "
@@ -44,7 +45,9 @@ def open_backbone(config: RefineConfig, module: nn.Module | None) -> Backbone:
 def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data: Any) -> ImageSet:
     """The images, squared to the size the backbone takes; unreadable ones are logged."""
     source = config.data if data is None else data
-    if "input_size" in backbone.assumed:
+    small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
+    if "input_size" in backbone.assumed and small_stem:
+        # Networks for small images take them as they are; those for 224 px see next to nothing at 32.
         size = native_size(source)
         if size is not None and size <= 96:
             backbone.input_size = size

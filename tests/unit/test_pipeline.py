@@ -226,6 +226,12 @@ def test_identical_images_end_with_a_warning_in_the_log_and_no_nan(tmp_path, tin
     assert np.isfinite(report.predictions["confidence"]).all()
 
 
+def test_training_leaves_the_module_of_the_caller_as_it_was(tmp_path, digits, tiny_backbone):
+    before = {name: tensor.clone() for name, tensor in tiny_backbone.state_dict().items()}
+    refine(tiny_backbone, digits[0][:60], clusters=3, out=tmp_path / "run", **QUICK)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_backbone.state_dict().items())
+
+
 def test_a_bare_module_is_refused_with_the_line_to_write(tmp_path, digits):
     with pytest.raises(UserError, match=r"cdc_plugin\.Backbone\(module, feature_dim"):
         refine(nn.Flatten(), digits[0][:40], 2, out=tmp_path / "out", **QUICK)

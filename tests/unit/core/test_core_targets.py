@@ -70,9 +70,9 @@ def test_zero_probabilities_stay_zero():
     assert torch.equal(targets, probs)
 
 
-@pytest.mark.parametrize(("confidence", "count"), [(0.1, 40), (0.75, 40), (0.9, 250), (0.99, 333), (1.0, 333)])
+@pytest.mark.parametrize(("confidence", "count"), [(0.1, 25), (0.75, 25), (0.9, 156), (0.99, 333), (1.0, 333)])
 def test_the_number_of_mini_clusters_by_hand(confidence, count):
-    assert mini_cluster_count(confidence, 1000, 10) == count  # 1000 / 25, / 25, / 4, / 3, / 3
+    assert mini_cluster_count(confidence, 1000, 10) == count  # 1000 / 40, / 40, / 6.4, / 3, / 3
 
 
 def test_the_number_of_mini_clusters_grows_with_confidence_within_its_bounds():
