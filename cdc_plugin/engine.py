@@ -136,7 +136,8 @@ class Refiner:
         probs = F.softmax(self.clustering_head(features), dim=1)
         weak_probs = F.softmax(self.calibration_head(self._features(views.weak)), dim=1)
         confidence = weak_probs.max(dim=1).values.mean().item()
-        count = self.config.mini_clusters or mini_cluster_count(confidence, *probs.shape)
+        largest = _LARGEST_FROZEN if self.config.freeze_backbone else _LARGEST
+        count = self.config.mini_clusters or mini_cluster_count(confidence, *probs.shape, largest)
         assignment = mini_clusters_of(features, count, randomness)
         targets = mini_cluster_targets(probs, assignment, count)
         return Judgement(self.select(weak_probs), targets, features, confidence, count)
@@ -206,6 +207,11 @@ class Refiner:
 # Numbers in one forward pass without gradient: every batch of the paper fits whole (500 images at 224 px are
 # 75 million), larger ones are cut to bound memory.
 _JUDGED_AT_ONCE = 100_000_000
+
+# Largest mean size of a mini-cluster. Small sets at large rates grow over-confident sooner than the paper's,
+# whose largest is 25. Frozen features cannot bend towards pseudo-labels and need less penalty: with 12 samples
+# the confidence stayed 12 points below an accuracy of 93 % (ten ImageNet classes), with 4 it met 78 %.
+_LARGEST, _LARGEST_FROZEN = 50.0, 8.0
 
 _STATEFUL = (
     "backbone",

@@ -26,17 +26,16 @@ def mini_cluster_targets(probs: Tensor, assignment: Tensor, mini_clusters: int) 
     return (sums / sizes.unsqueeze(1))[assignment]
 
 
-def mini_cluster_count(confidence: float, batch: int, clusters: int) -> int:
+def mini_cluster_count(confidence: float, batch: int, clusters: int, largest: float) -> int:
     """K for data that no recipe is made for, from the mean calibrated confidence of the batch at hand.
 
     The paper tunes K by data set: fewer mini-clusters, and so more penalty, where data are hard. Its values
     are 2 to 25 samples a mini-cluster, 2 to 3 where the accuracy ends above 93 %, 25 where it ends at 62 %.
-    The calibrated confidence is the label-free measure of just that, so it sets the size: 640 · (1 -
-    confidence)², from 40 at 75 % over 14 at 85 % and 6 at 90 % down to 3. Small sets that are trained at
-    large rates grow over-confident sooner than the paper's, hence the 40.
+    The calibrated confidence is the label-free measure of just that, so it sets the size: 800 · (1 -
+    confidence)², from 50 at 75 % over 18 at 85 % and 8 at 90 % down to 3, and no more than ``largest``.
     """
     # In this order the bounds also catch NaN, the confidence of a diverged network, which the loss then tells.
-    size = min(40.0, max(3.0, 640 * (1 - confidence) ** 2))
+    size = min(largest, max(3.0, 800 * (1 - confidence) ** 2))
     return min(max(round(batch / size), 2 * clusters), batch)
 
 

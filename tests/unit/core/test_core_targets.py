@@ -70,20 +70,20 @@ def test_zero_probabilities_stay_zero():
     assert torch.equal(targets, probs)
 
 
-@pytest.mark.parametrize(("confidence", "count"), [(0.1, 25), (0.75, 25), (0.9, 156), (0.99, 333), (1.0, 333)])
+@pytest.mark.parametrize(("confidence", "count"), [(0.1, 20), (0.75, 20), (0.9, 125), (0.99, 333), (1.0, 333)])
 def test_the_number_of_mini_clusters_by_hand(confidence, count):
-    assert mini_cluster_count(confidence, 1000, 10) == count  # 1000 / 40, / 40, / 6.4, / 3, / 3
+    assert mini_cluster_count(confidence, 1000, 10, 50) == count  # 1000 / 50, / 50, / 8, / 3, / 3
 
 
 def test_the_number_of_mini_clusters_grows_with_confidence_within_its_bounds():
     for batch, clusters in [(1000, 10), (64, 2), (60, 37), (4, 2), (5000, 200)]:
-        counts = [mini_cluster_count(step / 100, batch, clusters) for step in range(101)]
+        counts = [mini_cluster_count(step / 100, batch, clusters, 50) for step in range(101)]
         assert counts == sorted(counts)
         assert min(2 * clusters, batch) <= counts[0] <= counts[-1] <= batch
 
 
 def test_a_confidence_that_is_not_a_number_gives_a_number_of_mini_clusters_all_the_same():
-    assert 1 <= mini_cluster_count(float("nan"), 100, 5) <= 100  # the loss will tell
+    assert 1 <= mini_cluster_count(float("nan"), 100, 5, 50) <= 100  # the loss will tell
 
 
 def test_mini_clusters_hold_features_of_one_direction_whatever_their_length():
