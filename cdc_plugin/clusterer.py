@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,20 @@ def _several(images: Any) -> Any:
     return [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
 
 
-def load_model(path: str | Path) -> Clusterer:
-    """The model of a result folder that ``cdc-refine`` wrote, in evaluation mode."""
+def load_model(path: str | Path, module: nn.Module | None = None) -> Clusterer:
+    """The model of a result folder that ``cdc-refine`` wrote, in evaluation mode.
+
+    Args:
+        module: the network it was refined from, where that was one of your own class; its weights are not
+            used and not changed.
+    """
     description, tensors = read_native(path)
-    backbone = native_backbone(description, tensors, str(path))
+    if module is None:
+        backbone = native_backbone(description, tensors, str(path))
+    else:
+        network = copy.deepcopy(module.module if isinstance(module, Backbone) else module)
+        load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
+        backbone = Backbone(network, **description["backbone"])
     size = description.get("heads") or {}
     if not all(isinstance(size.get(key), int) for key in ("hidden", "clusters")):
         raise UserError(f"{path} does not state the size of its heads; was {DESCRIPTION} edited by hand?")

@@ -137,7 +137,7 @@ class Refiner:
         weak_probs = F.softmax(self.calibration_head(self._features(views.weak)), dim=1)
         confidence = weak_probs.max(dim=1).values.mean().item()
         largest = _LARGEST_FROZEN if self.config.freeze_backbone else _LARGEST
-        count = self.config.mini_clusters or mini_cluster_count(confidence, *probs.shape, largest)
+        count = self.config.mini_clusters or mini_cluster_count(confidence, len(probs), probs.shape[1], largest)
         assignment = mini_clusters_of(features, count, randomness)
         targets = mini_cluster_targets(probs, assignment, count)
         return Judgement(self.select(weak_probs), targets, features, confidence, count)

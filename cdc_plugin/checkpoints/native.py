@@ -42,7 +42,7 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
     if not isinstance(record.get("spec"), dict):
         raise UserError(
             f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
-            "build that network and load the tensors named backbone.* into it"
+            "give that network as well: cdc_plugin.load_model(folder, module=network)"
         )
     network, feature_dim = build(record["spec"])
     # Backbone keeps its network as ``module``; both spellings of the prefix are taken.

@@ -15,12 +15,15 @@ from cdc_plugin.cli import predict_parser, refine_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("cdc-")]
+# Every other part between fences is code; its first line is the language, or empty for commands.
+BLOCKS = [part.partition("\n") for part in README.split("```")[1::2]]
+LINES = [line for language, _, block in BLOCKS if not language for line in block.splitlines()]
+COMMANDS = [line for line in LINES if line.startswith("cdc-")]
 
 
 def test_readme_names_exactly_two_set_up_commands():
-    assert len([line for block in BLOCKS for line in block.splitlines() if "-m venv" in line]) == 2
+    assert len([line for line in LINES if "-m venv" in line]) == 2
+    assert len(COMMANDS) >= 4
 
 
 def test_ci_runs_the_test_command_of_the_readme():

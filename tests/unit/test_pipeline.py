@@ -182,8 +182,11 @@ def test_a_module_of_ones_own_without_batchnorm(tmp_path, digits, frozen):
     backbone = Backbone(module, 6, [0.3] * 3, [0.3] * 3, 32)
     report = refine(backbone, digits[0][:40], 2, out=tmp_path / "out", freeze_backbone=frozen, **QUICK)
     assert len(report.predictions) == 40
-    moved = any(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    refined = load_model(report.folder, module=module)
+    moved = any(not torch.equal(o, n) for o, n in zip(before, refined.backbone.module.parameters(), strict=True))
     assert moved is not frozen
+    with pytest.raises(UserError, match="module=network"):
+        load_model(report.folder)
 
 
 def test_a_torch_data_set_with_labels(tmp_path, digits, tiny_backbone):
