@@ -1,7 +1,7 @@
 """Pretrains the backbone of the embedded demo: MoCo-v2 on the handwritten digits, without labels.
 
 ``pip install cdc-plugin[pretrain]`` and then ``python -m cdc_plugin.pretrain_demo FOLDER`` make it again; it
-takes about 20 minutes on two cores. The labels of the digits are dropped where they are opened.
+takes about 10 minutes. The labels of the digits are dropped where they are opened.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(prog="python -m cdc_plugin.pretrain_demo", description=__doc__)
     parser.add_argument("folder", type=Path, help="where model.safetensors and model.json go")
-    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--epochs", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
