@@ -90,13 +90,13 @@ def consensus_targets(directions: Tensor, labels: Tensor, runs: list[Partition],
     """How far other partitions of the same features bear out (N,) labels, as soft targets (N, C).
 
     Each k-means run votes with the mean label of the run's cluster that a sample lies in, as mini-clusters
-    do in Sec. 3.1; the votes are then averaged over mini-clusters. Where runs disagree or neighbours are
-    split, targets are soft. A cautious figure: measured against the truth on four data sets its mean was
-    12 and 16 points below the accuracy, 3 below and 6 above it.
+    do in Sec. 3.1; the votes are then averaged over 2 C mini-clusters. Where runs disagree or neighbours are
+    split, targets are soft. A cautious figure: the confidence it leads to was 13 points below the accuracy
+    on digits, 17 below it on ten ImageNet classes and 4 above it on Fashion-MNIST.
     """
     one_hot = F.one_hot(labels, len(runs[0].centers)).to(directions.dtype)
     votes = [mini_cluster_targets(one_hot, run.assignment, len(run.centers)) for run in runs]
-    count = min(max(len(runs[0].centers), len(directions) // 50), 1000)
+    count = 2 * len(runs[0].centers)
     neighbours = kmeans(directions, count, generator, iterations=20).assignment
     return mini_cluster_targets(torch.stack(votes).mean(dim=0), neighbours, count)
 
