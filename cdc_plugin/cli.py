@@ -208,7 +208,7 @@ def _guard(
     # key=value words may stand before, between and after the options.
     options = parser.parse_intermixed_args(arguments)
     # Read by OpenMP when torch is imported: waiting threads sleep instead of spinning, which on a busy machine
-    # takes a third of the time and a quarter of the CPU seconds.
+    # took a third of the time and a quarter of the CPU seconds of the "active" policy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         command(options)
