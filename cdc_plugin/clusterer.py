@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS, native_backbone, read_native
+from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS, native_backbone, native_heads, read_native
 from cdc_plugin.checkpoints.reader import strip_prefix
 from cdc_plugin.checkpoints.strict import load_strictly
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import ViewSettings, plain_view
 from cdc_plugin.errors import UserError
-from cdc_plugin.model import Backbone, ClusterHead
+from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import write_atomically
 
 
@@ -35,7 +35,7 @@ class Clusterer(nn.Module):
 
     @property
     def clusters(self) -> int:
-        return int(self.calibration_head[-1].out_features)  # type: ignore[index]
+        return int(self.calibration_head.clusters)  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> Tensor:
         return self.calibration_head(self.backbone(images))
@@ -75,7 +75,7 @@ class Clusterer(nn.Module):
                 "std": [round(value, 6) for value in backbone.std.tolist()],
                 "input_size": backbone.input_size,
             },
-            "heads": {"hidden": self.calibration_head[0].out_features, "clusters": self.clusters},  # type: ignore[index]
+            "heads": self.calibration_head.spec,
             "provenance": provenance,
         }
         tensors = {
@@ -118,14 +118,7 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> Clusterer:
         network = copy.deepcopy(module.module if isinstance(module, Backbone) else module)
         load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
         backbone = Backbone(network, **description["backbone"])
-    size = description.get("heads") or {}
-    if not all(isinstance(size.get(key), int) for key in ("hidden", "clusters")):
-        raise UserError(f"{path} does not state the size of its heads; was {DESCRIPTION} edited by hand?")
-    heads = []
-    for name in ("clustering_head", "calibration_head"):
-        head = ClusterHead(backbone.feature_dim, size["hidden"], size["clusters"])
-        load_strictly(head, strip_prefix(tensors, f"{name}."), f"{path} ({name})")
-        heads.append(head)
+    heads = native_heads(description, tensors, backbone.feature_dim, str(path))
     return Clusterer(backbone, *heads).eval()
 
 

@@ -1,4 +1,4 @@
-"""The networks: a backbone with its input convention, the heads of Sec. 3.3, and both together."""
+"""A backbone with its input convention; the heads that stand on it are in ``heads``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights
 from cdc_plugin.errors import UserError
 
 
@@ -57,32 +56,3 @@ class Backbone(nn.Module):
                 f"{tuple(features.shape)}; pool its output to (N, {self.feature_dim}) or state the right size"
             )
         return features
-
-
-class ClusterHead(nn.Sequential):
-    """The three-layer head of Sec. 3.3: D features, H hidden units with BatchNorm and ReLU, C logits."""
-
-    def __init__(self, feature_dim: int, hidden: int, clusters: int) -> None:
-        super().__init__(
-            nn.Linear(feature_dim, hidden),
-            nn.BatchNorm1d(hidden, eps=BATCHNORM_EPSILON),
-            nn.ReLU(inplace=True),
-            nn.Linear(hidden, clusters),
-        )
-
-    @torch.no_grad()
-    def initialize(self, weights: HeadWeights) -> None:
-        """Take prototype weights; the statistics of the BatchNorm layer are those of the data."""
-        self.load_state_dict(
-            {
-                "0.weight": weights.first,
-                "0.bias": torch.zeros(len(weights.first)),
-                "1.weight": torch.ones_like(weights.mean),
-                "1.bias": torch.zeros_like(weights.mean),
-                "1.running_mean": weights.mean,
-                "1.running_var": weights.variance,
-                "1.num_batches_tracked": torch.tensor(0),
-                "3.weight": weights.second,
-                "3.bias": torch.zeros(len(weights.second)),
-            }
-        )

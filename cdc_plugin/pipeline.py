@@ -42,8 +42,9 @@ from cdc_plugin.evaluation import (
     trusted_samples,
     write_table,
 )
+from cdc_plugin.heads import ClusterHead
 from cdc_plugin.inputs import open_backbone, open_data, settle_assumptions
-from cdc_plugin.model import Backbone, ClusterHead
+from cdc_plugin.model import Backbone
 from cdc_plugin.results import (
     CACHE,
     CONFIG,

@@ -1,7 +1,16 @@
 """From a checkpoint of any known format to a backbone; importing this package registers the formats."""
 
 from cdc_plugin.checkpoints import native, timm_nets, torchvision_nets  # noqa: F401  (they register themselves)
-from cdc_plugin.checkpoints.formats import CheckpointFormat, find_format, formats, load_backbone
+from cdc_plugin.checkpoints.formats import (
+    CheckpointFormat,
+    Loaded,
+    Origin,
+    Wanted,
+    find_format,
+    formats,
+    load_backbone,
+    load_checkpoint,
+)
 from cdc_plugin.checkpoints.native import read_native
 from cdc_plugin.checkpoints.probe import Settlement, batchnorm_mismatch, settle
 from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint
@@ -9,11 +18,15 @@ from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint
 __all__ = [
     "Checkpoint",
     "CheckpointFormat",
+    "Loaded",
+    "Origin",
     "Settlement",
+    "Wanted",
     "batchnorm_mismatch",
     "find_format",
     "formats",
     "load_backbone",
+    "load_checkpoint",
     "read_checkpoint",
     "read_native",
     "settle",

@@ -10,31 +10,47 @@ import torch
 from torch import nn
 
 from cdc_plugin.errors import UserError
+from cdc_plugin.registry import Registry
 
-FAMILIES = ("resnet", "timm", "torchvision")
+Builder = Callable[[Mapping[str, Any]], tuple[nn.Module, int]]
+# How a family builds the network of a spec; a format with networks of its own adds its family.
+families: Registry[Builder] = Registry("network family")
 STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
 
 
 def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     """The network a spec describes, without a classifier and with random weights, and its number of features.
 
-    Three families: ``{"family": "resnet", "block": "basic" | "bottleneck", "depths", "widths", "stem",
+    Among others ``{"family": "resnet", "block": "basic" | "bottleneck", "depths", "widths", "stem",
     "groups", "width_per_group"}``, and ``{"family": "timm" | "torchvision", "name", "kwargs"}``.
     """
-    builders: dict[str, Callable[[Mapping[str, Any]], tuple[nn.Module, int]]] = {
-        "resnet": build_resnet,
-        "timm": build_timm,
-        "torchvision": build_torchvision,
-    }
     family = spec.get("family")
-    if family not in builders:
-        raise UserError(f"a backbone spec needs a family, one of {', '.join(FAMILIES)}; found {family!r}")
+    if family not in families:
+        raise UserError(f"a backbone spec needs a family, one of {', '.join(families.names())}; found {family!r}")
     try:
-        return builders[family](spec)
+        return families.get(str(family))(spec)
     except KeyError as error:
         raise UserError(f"a backbone spec of family {family!r} needs {error.args[0]!r}: {dict(spec)}") from error
 
 
+def describe(spec: Mapping[str, Any] | None) -> str:
+    """A spec in words."""
+    if spec is None:
+        return "a network of the user's own class"
+    if spec["family"] != "resnet":
+        extra = ", ".join(f"{key}={value}" for key, value in (spec.get("kwargs") or {}).items())
+        return f"{spec['family']} {spec.get('name', '')}".strip() + (f" ({extra})" if extra else "")
+    stem = STEM | dict(spec.get("stem", {}))
+    named = {("basic", 2, 2, 2, 2): "ResNet-18", ("basic", 3, 4, 6, 3): "ResNet-34"}
+    named |= {("bottleneck", 3, 4, 6, 3): "ResNet-50", ("bottleneck", 3, 4, 23, 3): "ResNet-101"}
+    name = named.get((spec["block"], *spec["depths"]), f"ResNet of {spec['depths']} {spec['block']} blocks")
+    return (
+        f"{name}, widths {'/'.join(map(str, spec['widths']))}, stem {stem['kernel']}x{stem['kernel']} stride "
+        f"{stem['stride']} padding {stem['padding']}, {'max-pool' if stem['pool'] else 'no max-pool'}"
+    )
+
+
+@families.register("resnet")
 def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     """A ResNet with torchvision's parameter names, of any widths and stem."""
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -76,6 +92,7 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     return network, widths[3] * block.expansion
 
 
+@families.register("timm")
 def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     """A timm model by name, its classifier left out."""
     import timm
@@ -91,6 +108,7 @@ def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     return network, timm_features(network)
 
 
+@families.register("torchvision")
 def build_torchvision(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     """A torchvision classifier by name; its last linear layer gives way to the identity."""
     from torchvision import models

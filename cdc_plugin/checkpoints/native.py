@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.checkpoints.formats import CheckpointFormat, formats
+from cdc_plugin.checkpoints.architectures import build, describe
+from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint, strip_prefix
 from cdc_plugin.checkpoints.strict import load_strictly
 from cdc_plugin.errors import UserError
+from cdc_plugin.heads import build_head
 from cdc_plugin.model import Backbone
 
 VERSION = 1
@@ -53,6 +54,18 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
     return Backbone(network, feature_dim, record["mean"], record["std"], record["input_size"], record["spec"])
 
 
+def native_heads(
+    description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
+) -> tuple[nn.Module, nn.Module]:
+    """Clustering and calibration head of a result folder."""
+    heads = []
+    for name in ("clustering_head", "calibration_head"):
+        head = build_head(description.get("heads"), feature_dim, source)
+        load_strictly(head, strip_prefix(tensors, f"{name}."), f"{source} ({name})")
+        heads.append(head)
+    return heads[0], heads[1]
+
+
 def _check_description(description: Any, file: Path) -> None:
     if not isinstance(description, dict) or description.get("format") != "cdc_plugin":
         raise UserError(f'{file} does not say "format": "cdc_plugin"; it is not a result of cdc-refine')
@@ -73,11 +86,17 @@ def _matches(checkpoint: Checkpoint) -> bool:
     return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
 
 
-def _load(checkpoint: Checkpoint, arch: str | None) -> Backbone:
-    if arch is not None:
-        raise UserError(f"{checkpoint.path} states its own network; leave --arch {arch} out")
+def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    if wanted.arch is not None:
+        raise UserError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
     description, tensors = read_native(checkpoint.path)
-    return native_backbone(description, tensors, str(checkpoint.path))
+    backbone = native_backbone(description, tensors, str(checkpoint.path))
+    heads: tuple[nn.Module, ...] = ()
+    if "heads" in description:  # others may write a backbone alone
+        heads = native_heads(description, tensors, backbone.feature_dim, str(checkpoint.path))
+    provenance = description.get("provenance") or {}
+    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {DESCRIPTION}")
+    return Loaded(backbone, Origin("cdc-refine", describe(backbone.spec), provenance.get("epochs"), why), heads)
 
 
 formats.register("native")(CheckpointFormat("native", _matches, _load, rank=10))

@@ -9,7 +9,7 @@ import pickletools
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,22 @@ class Checkpoint:
     sidecar: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
 
+    def below(self, prefix: str) -> Checkpoint:
+        """The same file with the weights below a prefix alone, as if they had been saved by themselves."""
+        return replace(self, state=strip_prefix(self.state, prefix))
+
 
 def read_as_inert(*names: str) -> None:
     """Let checkpoints name these classes (``package.Class``); an ``InertRecord`` stands in for them."""
     _inert_names.update(names)
 
 
-def read_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint file, or the one in a folder, and make sure that it holds finite weights."""
+def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
+    """Read a checkpoint file, or the one in a folder, and make sure that it holds finite weights.
+
+    Args:
+        trust: open pickled modules, which runs the code they name; never without the user's word.
+    """
     file = locate(Path(path))
     if file.suffix == ".safetensors":
         payload: Any = _read_safetensors(file)

@@ -37,6 +37,20 @@ def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
     return Differences(len(shared) - len(misshapen), tuple(missing), tuple(unexpected), tuple(misshapen))
 
 
+def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str, partial: bool = False) -> float:
+    """Copy the weights into the network and return the share that matched: all, unless ``partial`` allows less."""
+    if not partial:
+        load_strictly(network, state, source)
+        return 1.0
+    differences, wanted = compare(network, state), network.state_dict()
+    if not differences.matched:
+        raise UserError(_explain(differences, network, state, source))
+    fitting = {k: v.to(wanted[k].dtype) for k, v in state.items() if k in wanted and v.shape == wanted[k].shape}
+    network.load_state_dict(fitting, strict=False)
+    lost = len(differences.missing) + len(differences.misshapen)
+    return differences.matched / (differences.matched + lost)
+
+
 def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Copy the weights into the network, or raise with counts and the names nearest to those not found."""
     differences = compare(network, state)

@@ -14,10 +14,10 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor
 
-from cdc_plugin.checkpoints.architectures import build, skeleton, timm_features, timm_input
-from cdc_plugin.checkpoints.formats import CheckpointFormat, formats
+from cdc_plugin.checkpoints.architectures import build, describe, skeleton, timm_features, timm_input
+from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
-from cdc_plugin.checkpoints.strict import compare, load_strictly
+from cdc_plugin.checkpoints.strict import compare, load_strictly, load_weights
 from cdc_plugin.checkpoints.torchvision_nets import is_resnet
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
@@ -48,6 +48,7 @@ SHORTLISTS = {
     "stages.0.blocks.0.norm1.weight": ("resnetv2_*",),
 }
 VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
+INPUT_FACTS = ("mean", "std", "input_size")
 TRANSFORMER = "blocks.0.attn.qkv.weight"
 
 
@@ -129,22 +130,27 @@ def shortlist(state: Mapping[str, Tensor]) -> Iterator[str]:
     yield from sorted(found, key=lambda name: (len(name), name))
 
 
-def load_timm(checkpoint: Checkpoint, arch: str | None) -> Backbone:
+def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """A backbone from timm weights; input size, mean and std as the run or the model's settings have them."""
-    name = arch or stated_arch(checkpoint) or identify(checkpoint)
+    name = wanted.arch or stated_arch(checkpoint) or identify(checkpoint)
     spec = timm_spec(name, checkpoint.state)
     network, feature_dim = build(spec)
-    load_strictly(network, checkpoint.state, str(checkpoint.path))
+    matched = load_weights(network, checkpoint.state, str(checkpoint.path), wanted.partial)
     mean, std, size = timm_input(name)
     said = _stated_input(checkpoint)
     size = spec["kwargs"].get("img_size") or said.get("input_size", size)
-    return Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec)
+    why = {key: "stated by the run" if key in said else "timm's settings of this model" for key in INPUT_FACTS}
+    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec)
+    epoch = payload_fields(checkpoint.payload).get("epoch")
+    origin = Origin("timm", describe(spec), epoch if isinstance(epoch, int) else None, why)
+    return Loaded(backbone, origin, matched=matched)
 
 
-def pretrained_backbone(name: str) -> Backbone:
-    """A timm model with the weights that timm publishes for it, downloaded or from timm's cache."""
+def published(path: str) -> Loaded:
+    """A timm model with the weights that timm publishes for it (``timm:NAME``), downloaded or cached."""
     import timm
 
+    name = path.removeprefix("timm:")
     base = name.split(".")[0]
     if not timm.is_model(base):
         build({"family": "timm", "name": base})  # raises with the nearest names
@@ -163,7 +169,9 @@ def pretrained_backbone(name: str) -> Backbone:
     config = network.pretrained_cfg
     size = int(config["input_size"][-1])
     spec = {"family": "timm", "name": base, "kwargs": {}}
-    return Backbone(network, timm_features(network), config["mean"], config["std"], size, spec)
+    backbone = Backbone(network, timm_features(network), config["mean"], config["std"], size, spec)
+    why = dict.fromkeys(INPUT_FACTS, "published with the weights")
+    return Loaded(backbone, Origin(f"timm, published weights of {name}", describe(spec), why=why), format="timm")
 
 
 def _reachable(name: str) -> bool:

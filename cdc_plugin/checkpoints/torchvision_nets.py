@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdc_plugin.checkpoints.architectures import build, image_size_default, skeleton
-from cdc_plugin.checkpoints.formats import CheckpointFormat, formats
+from cdc_plugin.checkpoints.architectures import build, describe, image_size_default, skeleton
+from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint
 from cdc_plugin.checkpoints.stem import pool_by_weights
-from cdc_plugin.checkpoints.strict import HEAD_PREFIXES, compare, load_strictly
+from cdc_plugin.checkpoints.strict import HEAD_PREFIXES, compare, load_weights
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 
@@ -98,9 +98,9 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
     return None
 
 
-def load_torchvision(checkpoint: Checkpoint, arch: str | None) -> Backbone:
+def load_torchvision(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """A backbone from a state dict with torchvision's names; ImageNet's mean and std are assumed."""
-    state = checkpoint.state
+    state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()
     spec: dict[str, Any] | None
     if is_resnet(state):
@@ -112,17 +112,17 @@ def load_torchvision(checkpoint: Checkpoint, arch: str | None) -> Backbone:
     if spec is None:
         raise UserError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
     network, feature_dim = build(spec)
-    load_strictly(network, state, str(checkpoint.path))
+    matched = load_weights(network, state, str(checkpoint.path), wanted.partial)
     size = spec.get("kwargs", {}).get("image_size")
-    return Backbone(
-        network,
-        feature_dim,
-        IMAGENET_MEAN,
-        IMAGENET_STD,
-        size or image_size_default(spec),
-        spec,
-        assumed=("mean", "std", *(() if size else ("input_size",)), *open_facts),
+    assumed = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
+    backbone = Backbone(
+        network, feature_dim, IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), spec, assumed
     )
+    why = {"mean": "ImageNet's, the file does not say", "std": "ImageNet's, the file does not say"}
+    why["input_size"] = "by its position embeddings" if size else "usual for this network, the file does not say"
+    if open_facts:
+        why["stem"] = "by the shape of conv1 and its BatchNorm statistics; images can settle it"
+    return Loaded(backbone, Origin("torchvision", describe(spec), why=why), matched=matched)
 
 
 def _plausible(state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:

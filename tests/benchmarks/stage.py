@@ -25,7 +25,7 @@ from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import ViewSettings, make_views, plain_view
 from cdc_plugin.engine import Refiner, Views
-from cdc_plugin.model import ClusterHead
+from cdc_plugin.heads import ClusterHead
 from cdc_plugin.runtime import generator
 
 RESNET18 = {

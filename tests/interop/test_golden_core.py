@@ -116,7 +116,7 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
     import cdc_plugin.engine as engine
     from cdc_plugin.checkpoints.architectures import build
     from cdc_plugin.config import RefineConfig
-    from cdc_plugin.model import ClusterHead
+    from cdc_plugin.heads import ClusterHead
 
     with np.load(GOLDEN / "g_train_step.npz", allow_pickle=False) as archive:
         given = {key: torch.from_numpy(archive[key]) for key in archive.files}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints import load_backbone, read_checkpoint, settle
+from cdc_plugin.checkpoints import Wanted, load_backbone, read_checkpoint, settle
 from cdc_plugin.checkpoints.reader import Checkpoint, strip_prefix
 from cdc_plugin.checkpoints.stem import pool_by_weights
 from cdc_plugin.checkpoints.torchvision_nets import load_torchvision
@@ -90,7 +90,7 @@ def test_bare_backbones_are_settled_as_they_were_trained(name, mean, std):
 def test_paddings_that_no_shape_tells_apart_are_settled_by_images(tmp_path, case, prefix, padding):
     path, record, inputs, expected = unpack(case, tmp_path)
     checkpoint = bare_resnet(path, prefix)
-    found = settle(load_torchvision(checkpoint, None), original_images(inputs, record))
+    found = settle(load_torchvision(checkpoint, Wanted()).backbone, original_images(inputs, record))
     stem = found.backbone.spec["stem"]
     assert (stem["padding"], stem["pool"], stem["stride"]) == (padding, False, 1)
     assert found.backbone.std.tolist() == pytest.approx(record["std"], abs=0.002)

@@ -11,7 +11,8 @@ from cdc_plugin.checkpoints.formats import load_backbone
 from cdc_plugin.clusterer import Clusterer, load_model, view_settings
 from cdc_plugin.data.views import plain_view
 from cdc_plugin.errors import UserError
-from cdc_plugin.model import Backbone, ClusterHead
+from cdc_plugin.heads import ClusterHead
+from cdc_plugin.model import Backbone
 
 
 @pytest.fixture

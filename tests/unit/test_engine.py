@@ -11,7 +11,7 @@ from cdc_plugin.config import RefineConfig
 from cdc_plugin.core.selection import Selection
 from cdc_plugin.engine import Refiner, Views
 from cdc_plugin.errors import UserError
-from cdc_plugin.model import ClusterHead
+from cdc_plugin.heads import ClusterHead
 
 CPU = torch.device("cpu")
 

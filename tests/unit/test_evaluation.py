@@ -17,7 +17,7 @@ from cdc_plugin.evaluation import (
     trusted_samples,
     write_table,
 )
-from cdc_plugin.model import ClusterHead
+from cdc_plugin.heads import ClusterHead
 
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)

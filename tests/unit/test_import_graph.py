@@ -14,7 +14,7 @@ LAYERS = [
     {"engine", "evaluation", "augmentation"},
     {"clusterer"},
     {"data", "checkpoints", "tracking", "results"},
-    {"model", "runtime"},
+    {"model", "heads", "runtime"},
     {"core", "metrics"},
     {"config", "registry", "demo"},
     {"errors"},

@@ -12,7 +12,7 @@ from torchvision import models
 
 from cdc_plugin.checkpoints import formats, load_backbone, read_native, timm_nets
 from cdc_plugin.checkpoints.architectures import build, skeleton
-from cdc_plugin.checkpoints.formats import CheckpointFormat, find_format
+from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, find_format
 from cdc_plugin.checkpoints.reader import read_checkpoint
 from cdc_plugin.checkpoints.strict import compare
 from cdc_plugin.checkpoints.timm_nets import shortlist
@@ -240,7 +240,9 @@ def test_new_format_is_found_by_its_rank_without_touching_the_loader(tmp_path, m
     network, size = build(SPEC)
     path = saved(network, tmp_path / "a.pt")
     made = Backbone(network, size, [0.5] * 3, [0.5] * 3, 32)
-    early = CheckpointFormat("early", lambda _: True, lambda _checkpoint, _arch: made, rank=1)
+    early = CheckpointFormat(
+        "early", lambda _: True, lambda _checkpoint, _wanted: Loaded(made, Origin("early")), rank=1
+    )
     monkeypatch.setitem(formats._entries, "early", early)
     assert find_format(read_checkpoint(path)).name == "early"
     assert load_backbone(path) is made

@@ -16,7 +16,7 @@ from cdc_plugin.core.prototypes import (
     prototype_head,
     standardize_rows,
 )
-from cdc_plugin.model import ClusterHead
+from cdc_plugin.heads import ClusterHead
 
 
 def seeded(seed: int = 0) -> torch.Generator:

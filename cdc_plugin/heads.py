@@ -1,0 +1,128 @@
+"""Clustering heads: the one of Sec. 3.3, those that other methods trained, and the way from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights
+from cdc_plugin.errors import UserError
+
+
+class LayeredHead(nn.Sequential):
+    """A head as a list of layers, as other methods have them: features (N, D) to logits (N, C).
+
+    Args:
+        layers: ``["linear", inputs, outputs]``, ``["linear", inputs, outputs, False]`` (no bias),
+            ``["batchnorm", size]``, ``["relu"]`` or ``["normalize"]`` (to unit length).
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Any]]) -> None:
+        super().__init__(*(_layer(*entry) for entry in layers))
+        self.layers = [list(entry) for entry in layers]
+
+    @property
+    def clusters(self) -> int:
+        return int(next(entry[2] for entry in reversed(self.layers) if entry[0] == "linear"))
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """How `build_head` makes it again, for JSON."""
+        return {"kind": "layers", "layers": self.layers, "clusters": self.clusters}
+
+
+class ClusterHead(LayeredHead):
+    """The three-layer head of Sec. 3.3: D features, H hidden units with BatchNorm and ReLU, C logits."""
+
+    def __init__(self, feature_dim: int, hidden: int, clusters: int) -> None:
+        super().__init__(
+            [["linear", feature_dim, hidden], ["batchnorm", hidden], ["relu"], ["linear", hidden, clusters]]
+        )
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "mlp", "hidden": self.layers[0][2], "clusters": self.clusters}
+
+    @torch.no_grad()
+    def initialize(self, weights: HeadWeights) -> None:
+        """Take prototype weights; the statistics of the BatchNorm layer are those of the data."""
+        self.load_state_dict(
+            {
+                "0.weight": weights.first,
+                "0.bias": torch.zeros(len(weights.first)),
+                "1.weight": torch.ones_like(weights.mean),
+                "1.bias": torch.zeros_like(weights.mean),
+                "1.running_mean": weights.mean,
+                "1.running_var": weights.variance,
+                "1.num_batches_tracked": torch.tensor(0),
+                "3.weight": weights.second,
+                "3.bias": torch.zeros(len(weights.second)),
+            }
+        )
+
+
+class CosineHead(nn.Module):
+    """Cosine between a projection of the features and C centres, divided by a temperature (SeCu).
+
+    Args:
+        layers: the projection, as for `LayeredHead`; empty if the features themselves are compared.
+        dim: size of the projection.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Any]], dim: int, clusters: int, temperature: float) -> None:
+        super().__init__()
+        self.projection = LayeredHead(layers)
+        self.centers = nn.Parameter(F.normalize(torch.randn(clusters, dim), dim=1))  # (C, dim), any length
+        self.clusters, self.temperature = clusters, temperature
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        dim = self.centers.shape[1]
+        layers = self.projection.layers
+        return {
+            "kind": "cosine",
+            "layers": layers,
+            "dim": dim,
+            "clusters": self.clusters,
+            "temperature": self.temperature,
+        }
+
+    def forward(self, features: Tensor) -> Tensor:
+        projected = F.normalize(self.projection(features), dim=1)
+        return projected @ F.normalize(self.centers, dim=1).T / self.temperature
+
+
+class Normalize(nn.Module):
+    """Rows to unit length."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=1)
+
+
+def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | CosineHead:
+    """A head with random weights from what its ``spec`` said; the result folder's first version had no kind."""
+    try:
+        kind = spec.get("kind", "mlp")
+        if kind == "mlp":
+            return ClusterHead(feature_dim, int(spec["hidden"]), int(spec["clusters"]))
+        if kind == "layers":
+            return LayeredHead(spec["layers"])
+        if kind == "cosine":
+            return CosineHead(spec["layers"], int(spec["dim"]), int(spec["clusters"]), float(spec["temperature"]))
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        pass
+    raise UserError(f"{source} does not state its heads in a way this release knows; was it edited by hand?")
+
+
+def _layer(kind: str, *sizes: Any) -> nn.Module:
+    if kind == "linear":
+        return nn.Linear(*sizes)
+    if kind == "batchnorm":
+        return nn.BatchNorm1d(int(sizes[0]), eps=BATCHNORM_EPSILON)
+    if kind in ("relu", "normalize"):
+        return nn.ReLU(inplace=True) if kind == "relu" else Normalize()
+    raise ValueError(f"unknown layer {kind!r}")
