@@ -24,6 +24,8 @@ REFINE_EPILOG = """examples:
   cdc-refine --backbone checkpoint.pth --data photos/ --clusters 10
   cdc-refine --backbone moco_r34.pth --data cifar10 --recipe cifar10 --out runs/cifar10
   cdc-refine --backbone big_vit.pth --arch vit_base_patch16_224 --data photos/ --clusters 20 --freeze-backbone
+  cdc-refine --backbone solo_learn_run/ (data set, paths and statistics come from its args.json)
+  cdc-refine --backbone scan_model.pth.tar --data cifar10 --init keep (retrofit an older clustering model)
   cdc-refine --resume --out runs/cifar10
   cdc-refine --recipe digits --backbone b.pt --clusters 10 augment.crop_scale=0.8 lr_backbone=1e-4
 
@@ -50,15 +52,24 @@ def refine_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to run on")
-    what.add_argument("--backbone", metavar="FILE", help="checkpoint, result folder of ours, or timm:NAME")
+    what.add_argument("--backbone", metavar="FILE", help="checkpoint, run folder, timm:NAME or hf-hub:NAME")
     what.add_argument("--data", metavar="PATH_OR_NAME", help="image folder, .npz, .npy, or a data set's name")
     what.add_argument("--clusters", type=int, metavar="C", help="number of clusters, at least 2")
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
     what.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
     what.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
+    what.add_argument("--branch", metavar="B", help="online or momentum (EMA, teacher), where a checkpoint has both")
+    what.add_argument("--head", type=int, metavar="N", help="which of several clustering heads, from 0")
+    what.add_argument("--trust-checkpoint", action="store_true", help="open pickled modules: runs the code in them")
+    what.add_argument("--partial-weights", action="store_true", help="go on although some weights are missing")
     what.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
 
     how = parser.add_argument_group("how")
+    how.add_argument(
+        "--init",
+        metavar="HOW",
+        help="keep (the heads of an old clustering model, the default where there are any) or prototypes",
+    )
     how.add_argument("--mini-clusters", type=int, metavar="K", help="fewer penalise confidence more")
     how.add_argument("--epochs", type=int, metavar="N")
     how.add_argument("--freeze-backbone", action="store_true", help="train the heads only, on cached features")
@@ -88,7 +99,9 @@ def predict_parser() -> argparse.ArgumentParser:
         epilog="example:\n  cdc-predict --model runs/photos --data new_photos/ --out new.csv",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="result folder of cdc-refine")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint"
+    )
     parser.add_argument("--data", required=True, metavar="PATH_OR_NAME", help="image folder, file, .npz or .npy")
     parser.add_argument("--out", required=True, metavar="FILE.csv", help="table to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the table if it is there")
@@ -110,6 +123,9 @@ def _refine(options: argparse.Namespace) -> None:
             "backbone",
             "format",
             "arch",
+            "branch",
+            "head",
+            "init",
             "data",
             "clusters",
             "mini_clusters",
@@ -121,6 +137,8 @@ def _refine(options: argparse.Namespace) -> None:
     flags |= {
         "out": options.out,
         "labels": False if options.no_labels else None,
+        "trust_checkpoint": True if options.trust_checkpoint else None,
+        "partial_weights": True if options.partial_weights else None,
         "freeze_backbone": True if options.freeze_backbone else None,
     }
     recipe = options.recipe
@@ -130,6 +148,10 @@ def _refine(options: argparse.Namespace) -> None:
         recipe = recipe or "digits"
         flags = {**demo_settings(), **{key: value for key, value in flags.items() if value is not None}}
     config = load_config(recipe, flags, options.overrides)
+    if config.backbone is not None:  # only now: a mistyped setting is told before torch is imported
+        from cdc_plugin.inputs import configure
+
+        config = configure(recipe, flags, options.overrides)
     if options.dry_run:
         from cdc_plugin.pipeline import plan
 
@@ -175,12 +197,22 @@ def outcome(report: Report) -> str:
     for title, old, new in rows:
         cells = [f"{_percent(old.get(name))} -> {_percent(new.get(name))}" for name in columns]
         lines.append(f"{title:24s}" + "".join(f"{cell:>15s}" for cell in cells))
+    old = metrics.get("old_model")
+    if old is not None:
+        lines[1] = f"{'in %, start -> end':24s}" + lines[1][24:]
+        cells = [_percent(old.get(name)) for name in columns]
+        lines.insert(2, f"{'old model':24s}" + "".join(f"{cell:>15s}" for cell in cells))
     facts = metrics["label_free"]
     lines += [
         "",
         f"{metrics['images']} images in {metrics['clusters']} clusters; expected accuracy "
         f"{facts['expected_accuracy']:.1%} (mean calibrated confidence), heads agree on {facts['heads_agree']:.1%}",
     ]
+    if old is not None:
+        lines.append(
+            f"{old['agreement_before']:.1%} of the images start in the old model's cluster, "
+            f"{old['agreement_after']:.1%} end there ({old['writer']})"
+        )
     if facts["empty_clusters"]:
         lines.append(f"warning: {facts['empty_clusters']} clusters are empty; try fewer --clusters")
     if metrics["skipped"]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from cdc_plugin.checkpoints.formats import Wanted, load_checkpoint
 from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS, native_backbone, native_heads, read_native
 from cdc_plugin.checkpoints.reader import strip_prefix
 from cdc_plugin.checkpoints.strict import load_strictly
@@ -104,13 +105,24 @@ def _several(images: Any) -> Any:
     return [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
 
 
-def load_model(path: str | Path, module: nn.Module | None = None) -> Clusterer:
-    """The model of a result folder that ``cdc-refine`` wrote, in evaluation mode.
+def load_model(
+    path: str | Path,
+    module: nn.Module | None = None,
+    *,
+    format: str | None = None,
+    arch: str | None = None,
+    head: int | None = None,
+    clusters: int | None = None,
+) -> Clusterer:
+    """A clustering model in evaluation mode: a result of ``cdc-refine``, or a checkpoint of SCAN, SeCu and others.
 
     Args:
         module: the network it was refined from, where that was one of your own class; its weights are not
             used and not changed.
+        format, arch, head, clusters: for checkpoints of others, where the file does not tell.
     """
+    if module is None and Path(path).exists() and not _is_result(Path(path)):
+        return _load_foreign(path, format, Wanted(arch, head=head, clusters=clusters))
     description, tensors = read_native(path)
     if module is None:
         backbone = native_backbone(description, tensors, str(path))
@@ -120,6 +132,22 @@ def load_model(path: str | Path, module: nn.Module | None = None) -> Clusterer:
         backbone = Backbone(network, **description["backbone"])
     heads = native_heads(description, tensors, backbone.feature_dim, str(path))
     return Clusterer(backbone, *heads).eval()
+
+
+def _is_result(path: Path) -> bool:
+    folder = path if path.is_dir() else path.parent
+    found = [(folder / name).is_file() for name in (DESCRIPTION, WEIGHTS)]
+    # A half of a result is told as such; a folder with neither may be a run of somebody else's.
+    return any(found) if path.is_dir() else path.name == WEIGHTS and found[0]
+
+
+def _load_foreign(path: str | Path, format: str | None, wanted: Wanted) -> Clusterer:
+    loaded = load_checkpoint(path, format, wanted)
+    if not loaded.heads:
+        raise UserError(
+            f"{path} ({loaded.origin.writer}) has no clustering head; refine it first: cdc-refine --backbone {path}"
+        )
+    return Clusterer(loaded.backbone, loaded.heads[0], loaded.heads[-1]).eval()
 
 
 def view_settings(backbone: Backbone, **augmentation: Any) -> ViewSettings:

@@ -34,6 +34,11 @@ class RefineConfig:
     backbone: str | None = None  # checkpoint file, result folder, or timm:NAME
     format: str | None = None  # what wrote the checkpoint; None: found out from its content
     arch: str | None = None  # network of a checkpoint that does not say
+    branch: str | None = None  # online or momentum (EMA, teacher), where a checkpoint holds both
+    head: int | None = None  # which of several clustering heads in the checkpoint
+    init: str | None = None  # keep (the old model's heads) or prototypes; None: keep where there are heads
+    trust_checkpoint: bool = False  # open pickled modules, which runs the code they name
+    partial_weights: bool = False  # go on although weights of the backbone are missing
     data: str | None = None  # folder, .npz, .npy or the name of a data set
     data_root: str | None = None  # where named data sets lie
     labels: bool = True  # use class sub-folders or label arrays for the report (never for training)
@@ -74,7 +79,8 @@ IMAGES_SEEN = 50_000  # images times epochs of a run on small data
 def recipe_folder() -> Path:
     """Where the shipped recipes lie: inside the installed package, or beside it in a checkout."""
     installed = Path(__file__).parent / "recipes"
-    return installed if installed.is_dir() else Path(__file__).parent.parent / "recipes"
+    home = installed if installed.is_dir() else Path(__file__).parent.parent / "recipes"
+    return home / "cdc"  # a folder of this name is what Hydra calls a config group: ``+cdc=cifar10``
 
 
 def recipe_names() -> list[str]:
@@ -88,14 +94,23 @@ def recipe_summary(name: str) -> str:
 
 
 def load_config(
-    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
+    recipe: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+    beneath: Mapping[str, Any] | None = None,
 ) -> RefineConfig:
-    """Defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words."""
+    """Defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
+
+    Args:
+        beneath: what the pretraining run implies, between the defaults and the recipe.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     schema = OmegaConf.structured(RefineConfig)
     layers: list[tuple[str, Any]] = []
+    if beneath:
+        layers.append(("settings of the pretraining run", OmegaConf.create(dict(beneath))))
     if recipe is not None:
         path = _recipe_path(recipe)
         try:

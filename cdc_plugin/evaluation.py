@@ -79,12 +79,16 @@ def measure(
     found["kmeans"] = {"cluster_sizes": sizes.tolist()}
     if labels is not None:
         found["kmeans"] |= {**summary_hard(kmeans_labels, labels, clusters), "ECE": None}
-    for name, probs in (("clustering_head", clustering), ("calibration_head", calibration)):
-        sizes = np.bincount(probs.argmax(axis=1), minlength=clusters)
-        found[name] = {"CONF": float(probs.max(axis=1).mean()), "cluster_sizes": sizes.tolist()}
-        if labels is not None:
-            found[name] |= summary(probs, labels)
+    found["clustering_head"] = measure_head(clustering, labels)
+    found["calibration_head"] = measure_head(calibration, labels)
     return found
+
+
+def measure_head(probs: NDArray[np.float32], labels: NDArray[np.int64] | None) -> dict[str, Any]:
+    """Figures of one head's probabilities (N, C), as in `measure`."""
+    sizes = np.bincount(probs.argmax(axis=1), minlength=probs.shape[1])
+    found = {"CONF": float(probs.max(axis=1).mean()), "cluster_sizes": sizes.tolist()}
+    return found | summary(probs, labels) if labels is not None else found
 
 
 def label_free(

@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.formats import load_backbone
+from cdc_plugin.checkpoints.formats import Loaded, Origin, Wanted, load_checkpoint
 from cdc_plugin.checkpoints.probe import settle
-from cdc_plugin.config import RefineConfig
+from cdc_plugin.checkpoints.solo_args import run_defaults
+from cdc_plugin.config import RefineConfig, load_config
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 from cdc_plugin.tracking import log, progress
 
 
-def open_backbone(config: RefineConfig, module: nn.Module | None) -> Backbone:
-    """The backbone that the config names or the caller gave, with the input convention that the config states."""
+def configure(
+    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> RefineConfig:
+    """The settings of a run; what the pretraining run says of its data stands beneath what the user says."""
+    config = load_config(recipe, flags, overrides)
+    implied = run_defaults(config.backbone) if config.backbone is not None else {}
+    return load_config(recipe, flags, overrides, implied) if implied else config
+
+
+def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:
+    """The network that the config names or the caller gave, with the input convention that the config states."""
     if module is None:
         assert config.backbone is not None
-        backbone = load_backbone(config.backbone, config.format, config.arch)
+        wanted = Wanted(config.arch, config.branch, config.head, config.clusters, config.partial_weights)
+        loaded = load_checkpoint(config.backbone, config.format, wanted, config.trust_checkpoint)
+        if loaded.matched < 1:
+            log.warning("only %.1f %% of the backbone's weights are in the checkpoint", 100 * loaded.matched)
     elif isinstance(module, Backbone):
-        backbone = copy.deepcopy(module)  # training must not change what the caller still holds
+        # Training must not change what the caller still holds.
+        loaded = Loaded(copy.deepcopy(module), Origin("the caller"))
     else:
         raise UserError(
             "a module of your own must say what it takes: wrap it as "
             "cdc_plugin.Backbone(module, feature_dim, mean, std, input_size)"
         )
     stated = {name for name in ("mean", "std", "input_size") if getattr(config, name) is not None}
-    return Backbone(
+    backbone = loaded.backbone
+    backbone = Backbone(
         backbone.module,
         backbone.feature_dim,
         config.mean or backbone.mean.tolist(),
@@ -40,6 +57,7 @@ def open_backbone(config: RefineConfig, module: nn.Module | None) -> Backbone:
         backbone.spec,
         assumed=[name for name in backbone.assumed if name not in stated],
     )
+    return dataclasses.replace(loaded, backbone=backbone)
 
 
 def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data: Any) -> ImageSet:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cdc_plugin.augmentation import choose_augmentation
 from cdc_plugin.batches import (
@@ -23,9 +23,9 @@ from cdc_plugin.batches import (
     training_views,
 )
 from cdc_plugin.checkpoints.architectures import build
+from cdc_plugin.checkpoints.formats import Loaded
 from cdc_plugin.clusterer import Clusterer, load_model
 from cdc_plugin.config import RefineConfig, batch_sizes, load_config, resolve, steps_an_epoch, to_yaml
-from cdc_plugin.core.prototypes import prototype_head
 from cdc_plugin.core.selection import selections
 from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.engine import Refiner
@@ -37,13 +37,15 @@ from cdc_plugin.evaluation import (
     kmeans_assignment,
     label_free,
     measure,
+    measure_head,
     predict,
     prediction_table,
     trusted_samples,
     write_table,
 )
-from cdc_plugin.heads import ClusterHead
-from cdc_plugin.inputs import open_backbone, open_data, settle_assumptions
+from cdc_plugin.heads import build_head
+from cdc_plugin.initialisation import InitialHeads, choose_init, heads_from_prototypes, heads_kept
+from cdc_plugin.inputs import configure, open_data, open_network, settle_assumptions
 from cdc_plugin.model import Backbone
 from cdc_plugin.results import (
     CACHE,
@@ -73,6 +75,7 @@ class Run:
     model: Clusterer
     before: dict[str, Any]
     history: list[dict[str, float]]
+    old: dict[str, Any] | None = None  # the model that is retrofitted: its figures, and (N,) its assignment
     state: dict[str, Any] | None = None
 
 
@@ -108,7 +111,7 @@ def refine(
         "out": out,
         "seed": seed,
     }
-    config = load_config(recipe, flags)
+    config = configure(recipe, flags)
     return run(config, module=given_module, data=given_data, resume=resume, overwrite=overwrite)
 
 
@@ -140,9 +143,10 @@ def run(
 
 
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any) -> Run:
-    """Backbone and images in, both heads initialised from feature prototypes (Sec. 3.3)."""
+    """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
     device = choose_device(config.device)
-    backbone = open_backbone(config, module)
+    loaded = open_network(config, module)
+    config, backbone = _with_clusters(config, loaded.heads), loaded.backbone
     images = open_data(config, backbone, folder / CACHE, data)
     backbone = settle_assumptions(backbone, images)
     config = resolve(config, len(images), backbone.input_size)
@@ -150,21 +154,19 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     assert config.clusters is not None
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    log.info("initialising %d clusters from the features of %d images", config.clusters, len(images))
+    init = choose_init(config.init, loaded.heads, config.clusters)
+    source = "the old model's heads" if init == "keep" else "prototypes"
+    log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
+    log.info("initialising %d clusters by %s, on the features of %d images", config.clusters, source, len(images))
     features = extract_features(backbone, images, device, config.precision, progress)
     if not torch.isfinite(features).all():
         raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
     if float(features.std(dim=0).max()) < 1e-6:
         log.warning("the features of all images are the same: the backbone has collapsed")
-    weights = prototype_head(
-        features.to(device), config.clusters, config.hidden, generator(config.seed, INITIALISATION)
-    )
-    heads = [ClusterHead(backbone.feature_dim, config.hidden, config.clusters) for _ in range(2)]
-    for head in heads:
-        head.initialize(weights)
-        head.to(device)
+    old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
+    heads = _initial_heads(init, loaded.heads, features.to(device), old, config)
     chosen, agreements = choose_augmentation(
-        config.augment, backbone, heads[0], images, device, generator(config.seed, AUGMENTATION)
+        config.augment, backbone, heads.clustering, images, device, generator(config.seed, AUGMENTATION)
     )
     if agreements:
         log.info(
@@ -175,12 +177,42 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
         )
     # What the user gave is kept to the digit, so that the same command can resume the run.
     mean, std = config.mean or backbone.mean.tolist(), config.std or backbone.std.tolist()
-    config = dataclasses.replace(config, augment=chosen, mean=mean, std=std)
+    config = dataclasses.replace(config, augment=chosen, mean=mean, std=std, init=init)
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
-    initial = head_probabilities(heads[0], features)
-    before = measure(initial, initial, weights.partition.cpu().numpy(), images.labels)
-    return Run(config, folder, device, images, Clusterer(backbone, *heads), before, [])
+    clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
+    before = measure(clustering, calibration, heads.partition.cpu().numpy(), images.labels)
+    model = Clusterer(backbone, heads.clustering, heads.calibration)
+    return Run(config, folder, device, images, model, before, [], _old_record(old, calibration, loaded, images))
+
+
+def _with_clusters(config: RefineConfig, heads: tuple[nn.Module, ...]) -> RefineConfig:
+    """The number of clusters is the user's, else the old model's."""
+    if config.clusters is not None:
+        return config
+    if not heads:
+        raise UserError("missing --clusters: the checkpoint is a backbone and does not say how many")
+    return dataclasses.replace(config, clusters=int(heads[-1].clusters))  # type: ignore[arg-type]
+
+
+def _initial_heads(
+    init: str, old_heads: tuple[nn.Module, ...], features: Tensor, old: Any, config: RefineConfig
+) -> InitialHeads:
+    assert config.clusters is not None
+    randomness = generator(config.seed, INITIALISATION)
+    if init == "keep":
+        return heads_kept(old_heads, features, config.hidden, randomness)
+    return heads_from_prototypes(features, config.clusters, config.hidden, randomness, old)
+
+
+def _old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
+    """What the report says of the model that is retrofitted, and its assignment to compare the final one with."""
+    if old is None:
+        return None
+    figures = measure_head(old, images.labels)
+    figures |= {"writer": loaded.origin.writer, "clusters": old.shape[1]}
+    figures["agreement_before"] = float((initial.argmax(axis=1) == old.argmax(axis=1)).mean())
+    return {"figures": figures, "assignment": torch.from_numpy(old.argmax(axis=1))}
 
 
 def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: nn.Module | None, data: Any) -> Run:
@@ -201,13 +233,14 @@ def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: n
     _refuse_other_settings(given, stored, len(images), folder)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {config.data} are not those that {folder} was begun with")
-    assert config.clusters is not None
-    heads = [ClusterHead(backbone.feature_dim, config.hidden, config.clusters) for _ in range(2)]
+    # Runs that an earlier release began have the MLP head and say nothing of it.
+    spec = state.get("heads", {"hidden": config.hidden, "clusters": config.clusters})
+    heads = [build_head(spec, backbone.feature_dim, str(folder)) for _ in range(2)]
     log.info("going on after epoch %d", state["refiner"]["epoch"])
     model = Clusterer(backbone, *heads)
     if config.freeze_backbone:
         backbone.module.load_state_dict(state["frozen"])
-    return Run(config, folder, device, images, model, state["before"], state["history"], state)
+    return Run(config, folder, device, images, model, state["before"], state["history"], state.get("old"), state)
 
 
 def train(current: Run) -> None:
@@ -237,7 +270,9 @@ def train(current: Run) -> None:
                     "input_size": backbone.input_size,
                     "spec": backbone.spec,
                 },
+                "heads": model.calibration_head.spec,
                 "before": current.before,
+                "old": current.old,
                 "history": current.history,
                 "digest": current.images.digest,
             },
@@ -280,6 +315,9 @@ def finish(current: Run, seconds: float) -> Report:
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
         "seconds": round(seconds, 1),
     }
+    if current.old is not None:
+        same = calibration.argmax(axis=1) == current.old["assignment"].numpy()
+        metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
     folder = current.folder
     provenance = {
         "tool": "cdc_plugin",
@@ -299,7 +337,7 @@ def finish(current: Run, seconds: float) -> Report:
 
 
 def _check_request(config: RefineConfig, resume: bool) -> None:
-    wanted = [] if resume and config.out else ["backbone", "data", "clusters"]
+    wanted = [] if resume and config.out else ["backbone", "data"]
     missing = [name for name in wanted if getattr(config, name) is None]
     if missing:
         raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
@@ -331,15 +369,20 @@ def _run_name(config: RefineConfig) -> str:
 def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
     """What `run` would do, as resolved settings and words; reads the inputs and writes nothing."""
     _check_request(config, resume=False)
-    backbone = open_backbone(config, None)
+    loaded = open_network(config, None)
+    config, backbone = _with_clusters(config, loaded.heads), loaded.backbone
+    assert config.clusters is not None
+    init = choose_init(config.init, loaded.heads, config.clusters)
     images = open_data(config, backbone, None, None)
     resolved = resolve(config, len(images), backbone.input_size)
+    resolved = dataclasses.replace(resolved, init=init)
     sizes = batch_sizes(len(images), resolved.batch_size or 1)
     parameters = sum(parameter.numel() for parameter in backbone.parameters())
     lines = [
         f"images: {len(images)} from {images.source}"
         + (f", {len(images.skipped)} unreadable" if images.skipped else "")
         + (", with labels for the report" if images.labels is not None else ", no labels"),
+        f"checkpoint: {loaded.origin.writer}, {loaded.origin.network}",
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features, input {backbone.input_size} px"
         + (f"; assumed: {', '.join(backbone.assumed)}" if backbone.assumed else ""),
         f"training: {resolved.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
@@ -357,6 +400,7 @@ def predict_file(
     where = choose_device(device)
     clusterer.to(where, memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = open_images(data, clusterer.backbone.input_size, labels=False, progress=progress)
+    clusterer.backbone = settle_assumptions(clusterer.backbone, images)
     clustering, calibration, _ = predict(clusterer, images, where, "float32", progress)
     table = prediction_table(images.names, clustering, calibration)
     write_table(out, table)

@@ -122,7 +122,8 @@ def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, tmp_path,
         ({"--backbone": "nowhere.pt"}, "nowhere.pt"),
         ({"--backbone": None}, "missing --backbone"),
         ({"--data": "nowhere"}, "nothing at nowhere"),
-        ({"--data": None, "--clusters": None}, "missing --data, --clusters"),
+        ({"--data": None}, "missing --data"),
+        ({"--clusters": None}, "missing --clusters"),
         ({"--clusters": "1"}, "clusters must be at least 2"),
         ({"--clusters": "31"}, "too few for 31 clusters"),
         ({"--recipe": "cifar"}, "no recipe 'cifar'"),
@@ -178,7 +179,7 @@ def test_predict_refuses_a_folder_or_a_place_that_is_not_there_as_table(capsys, 
     words = ["--model", tmp_path, "--data", tmp_path, "--out"]
     assert "is a folder" in refuse(capsys, [*words, tmp_path], cli.predict_command)
     assert "no folder" in refuse(capsys, [*words, tmp_path / "a" / "b.csv"], cli.predict_command)
-    assert "no model.json" in refuse(capsys, [*words, tmp_path / "b.csv"], cli.predict_command)
+    assert "expected a checkpoint" in refuse(capsys, [*words, tmp_path / "b.csv"], cli.predict_command)
 
 
 def figures(**changes) -> dict:

@@ -8,10 +8,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "cdc_plugin"
 LAYERS = [
     {"__main__"},
-    {"cli"},
+    {"cli", "integrations"},
     {"pipeline", "pretrain_demo"},
     {"batches", "inputs"},
-    {"engine", "evaluation", "augmentation"},
+    {"engine", "evaluation", "augmentation", "initialisation"},
     {"clusterer"},
     {"data", "checkpoints", "tracking", "results"},
     {"model", "heads", "runtime"},

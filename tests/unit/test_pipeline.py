@@ -77,7 +77,7 @@ def test_the_config_on_disk_has_no_open_number(finished):
     report, settings = finished
     stored = yaml.safe_load((report.folder / "config.yaml").read_text(encoding="utf-8"))
     open_numbers = {name for name, value in stored.items() if value is None}
-    assert open_numbers <= {"format", "arch", "data_root"}
+    assert open_numbers <= {"format", "arch", "branch", "head", "data_root"}
     assert {name: stored[name] for name in settings} == settings
     assert None not in (stored["augment"]["flip"], stored["augment"]["crop_scale"])
 
@@ -163,7 +163,7 @@ def test_resume_without_a_run_asks_for_what_a_start_needs(tmp_path):
     from cdc_plugin.config import load_config
     from cdc_plugin.pipeline import run
 
-    with pytest.raises(UserError, match="missing --backbone, --data, --clusters"):
+    with pytest.raises(UserError, match="missing --backbone, --data"):
         run(load_config(flags={"out": tmp_path / "empty"}), resume=True)
 
 
