@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cdc_plugin.config import RefineConfig as RefineConfig
     from cdc_plugin.errors import UserError as UserError
     from cdc_plugin.evaluation import Report as Report
+    from cdc_plugin.exports import export_model as export_model
     from cdc_plugin.model import Backbone as Backbone
     from cdc_plugin.pipeline import refine as refine
 
@@ -29,6 +30,7 @@ _HOMES = {
     "RefineConfig": "config",
     "Report": "evaluation",
     "UserError": "errors",
+    "export_model": "exports",
     "load_backbone": "checkpoints.formats",
     "load_model": "clusterer",
     "refine": "pipeline",

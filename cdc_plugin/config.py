@@ -62,6 +62,8 @@ class RefineConfig:
     input_size: int | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
+    # Which of the last three a recipe states, not the user: they yield to what the checkpoint states.
+    presumed: list[str] = field(default_factory=list)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     seed: int = 0
@@ -69,6 +71,7 @@ class RefineConfig:
     precision: str = "float32"  # or bfloat16 / float16: autocast
 
 
+INPUT_FACTS = ("input_size", "mean", "std")
 SCHEDULES = ("cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
@@ -142,6 +145,9 @@ def load_config(
             raise UserError(f"{name}: {first_line} (key {getattr(error, 'full_key', '') or '?'})") from error
     config = OmegaConf.to_object(schema)
     assert isinstance(config, RefineConfig)
+    if recipe is not None and not config.presumed:
+        said = {key for name, layer in layers if not name.startswith(("recipe", "settings")) for key in layer}
+        config.presumed = [key for key in INPUT_FACTS if getattr(config, key) is not None and key not in said]
     check(config)
     return config
 

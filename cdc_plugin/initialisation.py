@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cdc_plugin.config import RefineConfig
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights, prototype_head
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import ClusterHead, CosineHead, LayeredHead
@@ -26,6 +27,15 @@ class InitialHeads:
     partition: Tensor
 
 
+def with_clusters(config: RefineConfig, heads: tuple[nn.Module, ...]) -> RefineConfig:
+    """The number of clusters is the user's, else the old model's."""
+    if config.clusters is not None:
+        return config
+    if not heads:
+        raise UserError("missing --clusters: the checkpoint is a backbone and does not say how many")
+    return replace(config, clusters=int(heads[-1].clusters))  # type: ignore[arg-type]
+
+
 def choose_init(asked: str | None, heads: tuple[nn.Module, ...], clusters: int) -> str:
     """How to begin: as asked, else from the old head where there is one of the right size."""
     if asked not in (None, *INITS):
@@ -37,6 +47,21 @@ def choose_init(asked: str | None, heads: tuple[nn.Module, ...], clusters: int) 
         found = ", ".join(map(str, sorted(sizes)))
         raise UserError(f"--init keep keeps the {found} clusters of the old model; leave --clusters {clusters} out")
     return asked or ("keep" if sizes == {clusters} else "prototypes")
+
+
+def initial_heads(
+    init: str,
+    old_heads: tuple[nn.Module, ...],
+    features: Tensor,
+    old: NDArray[np.float32] | None,
+    config: RefineConfig,
+    generator: torch.Generator,
+) -> InitialHeads:
+    """Both heads on (N, D) features, by one of ``INITS``."""
+    assert config.clusters is not None
+    if init == "keep":
+        return heads_kept(old_heads, features, config.hidden, generator)
+    return heads_from_prototypes(features, config.clusters, config.hidden, generator, old)
 
 
 def heads_from_prototypes(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdc_plugin.checkpoints.formats import Loaded, Origin, Wanted, load_checkpoint
 from cdc_plugin.checkpoints.probe import settle
 from cdc_plugin.checkpoints.solo_args import run_defaults
-from cdc_plugin.config import RefineConfig, load_config
+from cdc_plugin.config import INPUT_FACTS, RefineConfig, load_config
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
@@ -46,29 +46,31 @@ def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:
             "a module of your own must say what it takes: wrap it as "
             "cdc_plugin.Backbone(module, feature_dim, mean, std, input_size)"
         )
-    stated = {name for name in ("mean", "std", "input_size") if getattr(config, name) is not None}
+    given = {name: getattr(config, name) for name in INPUT_FACTS if getattr(config, name) is not None}
+    given = {name: value for name, value in given.items() if not _yields(name, config, loaded.backbone)}
+    stated = set(given) - set(config.presumed)
     backbone = loaded.backbone
     backbone = Backbone(
         backbone.module,
         backbone.feature_dim,
-        config.mean or backbone.mean.tolist(),
-        config.std or backbone.std.tolist(),
-        config.input_size or backbone.input_size,
+        given.get("mean", backbone.mean.tolist()),
+        given.get("std", backbone.std.tolist()),
+        given.get("input_size", backbone.input_size),
         backbone.spec,
         assumed=[name for name in backbone.assumed if name not in stated],
     )
     return dataclasses.replace(loaded, backbone=backbone)
 
 
+def _yields(name: str, config: RefineConfig, backbone: Backbone) -> bool:
+    """Whether a recipe's word on the input gives way to the checkpoint's own."""
+    return name in config.presumed and name not in backbone.assumed
+
+
 def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data: Any) -> ImageSet:
     """The images, squared to the size the backbone takes; unreadable ones are logged."""
     source = config.data if data is None else data
-    small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
-    if "input_size" in backbone.assumed and small_stem:
-        # Networks for small images take them as they are; those for 224 px see next to nothing at 32.
-        size = native_size(source)
-        if size is not None and size <= 96:
-            backbone.input_size = size
+    take_small_images(backbone, source)
     images = open_images(
         source,
         backbone.input_size,
@@ -86,6 +88,15 @@ def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data
             "add images or take fewer --clusters"
         )
     return images
+
+
+def take_small_images(backbone: Backbone, source: Any) -> None:
+    """Networks for small images take them as they are; those for 224 px see next to nothing at 32."""
+    small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
+    if "input_size" in backbone.assumed and small_stem:
+        size = native_size(source)
+        if size is not None and size <= 96:
+            backbone.input_size = size
 
 
 def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:

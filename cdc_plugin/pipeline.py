@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cdc_plugin.augmentation import choose_augmentation
 from cdc_plugin.batches import (
@@ -44,7 +44,7 @@ from cdc_plugin.evaluation import (
     write_table,
 )
 from cdc_plugin.heads import build_head
-from cdc_plugin.initialisation import InitialHeads, choose_init, heads_from_prototypes, heads_kept
+from cdc_plugin.initialisation import choose_init, initial_heads, with_clusters
 from cdc_plugin.inputs import configure, open_data, open_network, settle_assumptions
 from cdc_plugin.model import Backbone
 from cdc_plugin.results import (
@@ -146,7 +146,7 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
     device = choose_device(config.device)
     loaded = open_network(config, module)
-    config, backbone = _with_clusters(config, loaded.heads), loaded.backbone
+    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     images = open_data(config, backbone, folder / CACHE, data)
     backbone = settle_assumptions(backbone, images)
     config = resolve(config, len(images), backbone.input_size)
@@ -164,7 +164,8 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     if float(features.std(dim=0).max()) < 1e-6:
         log.warning("the features of all images are the same: the backbone has collapsed")
     old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
-    heads = _initial_heads(init, loaded.heads, features.to(device), old, config)
+    randomness = generator(config.seed, INITIALISATION)
+    heads = initial_heads(init, loaded.heads, features.to(device), old, config, randomness)
     chosen, agreements = choose_augmentation(
         config.augment, backbone, heads.clustering, images, device, generator(config.seed, AUGMENTATION)
     )
@@ -176,33 +177,16 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
             chosen.crop_scale,
         )
     # What the user gave is kept to the digit, so that the same command can resume the run.
-    mean, std = config.mean or backbone.mean.tolist(), config.std or backbone.std.tolist()
-    config = dataclasses.replace(config, augment=chosen, mean=mean, std=std, init=init)
+    for name in ("mean", "std"):
+        if getattr(config, name) is None or name in config.presumed:
+            config = dataclasses.replace(config, **{name: getattr(backbone, name).tolist()})
+    config = dataclasses.replace(config, augment=chosen, init=init, presumed=[])
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
     before = measure(clustering, calibration, heads.partition.cpu().numpy(), images.labels)
     model = Clusterer(backbone, heads.clustering, heads.calibration)
     return Run(config, folder, device, images, model, before, [], _old_record(old, calibration, loaded, images))
-
-
-def _with_clusters(config: RefineConfig, heads: tuple[nn.Module, ...]) -> RefineConfig:
-    """The number of clusters is the user's, else the old model's."""
-    if config.clusters is not None:
-        return config
-    if not heads:
-        raise UserError("missing --clusters: the checkpoint is a backbone and does not say how many")
-    return dataclasses.replace(config, clusters=int(heads[-1].clusters))  # type: ignore[arg-type]
-
-
-def _initial_heads(
-    init: str, old_heads: tuple[nn.Module, ...], features: Tensor, old: Any, config: RefineConfig
-) -> InitialHeads:
-    assert config.clusters is not None
-    randomness = generator(config.seed, INITIALISATION)
-    if init == "keep":
-        return heads_kept(old_heads, features, config.hidden, randomness)
-    return heads_from_prototypes(features, config.clusters, config.hidden, randomness, old)
 
 
 def _old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
@@ -348,7 +332,12 @@ def _check_request(config: RefineConfig, resume: bool) -> None:
 def _refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: int, folder: Path) -> None:
     """Going on with other settings would give a run that no command describes."""
     default = RefineConfig()
-    names = [item.name for item in dataclasses.fields(RefineConfig) if item.name not in ("out", "device", "augment")]
+    names = [
+        item.name
+        for item in dataclasses.fields(RefineConfig)
+        if item.name not in ("out", "device", "augment", "presumed")
+    ]
+    names = [name for name in names if name not in given.presumed]
     asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
     # Sizes beyond the data were cut when the run began; the same command must be taken again.
     size = asked.get("input_size") or stored.input_size or 0
@@ -370,7 +359,7 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
     """What `run` would do, as resolved settings and words; reads the inputs and writes nothing."""
     _check_request(config, resume=False)
     loaded = open_network(config, None)
-    config, backbone = _with_clusters(config, loaded.heads), loaded.backbone
+    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
     images = open_data(config, backbone, None, None)

@@ -1,6 +1,20 @@
 """From a checkpoint of any known format to a backbone; importing this package registers the formats."""
 
-from cdc_plugin.checkpoints import native, timm_nets, torchvision_nets  # noqa: F401  (they register themselves)
+from cdc_plugin.checkpoints import (  # noqa: F401  (they register themselves)
+    cdc_released,
+    clustering_nets,
+    contrastive,
+    lightly_nets,
+    lightly_train,
+    native,
+    refusals,
+    scan,
+    secu,
+    solo_learn,
+    spice,
+    timm_nets,
+    torchvision_nets,
+)
 from cdc_plugin.checkpoints.formats import (
     CheckpointFormat,
     Loaded,

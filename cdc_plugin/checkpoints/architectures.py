@@ -47,6 +47,7 @@ def describe(spec: Mapping[str, Any] | None) -> str:
     return (
         f"{name}, widths {'/'.join(map(str, spec['widths']))}, stem {stem['kernel']}x{stem['kernel']} stride "
         f"{stem['stride']} padding {stem['padding']}, {'max-pool' if stem['pool'] else 'no max-pool'}"
+        + ("" if stem.get("relu", True) else ", no ReLU")
     )
 
 
@@ -63,9 +64,10 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
         raise UserError(f"a resnet block is 'basic' or 'bottleneck'; found {spec['block']!r}")
     block = blocks[spec["block"]]
     stem = STEM | dict(spec.get("stem", {}))
-    unknown = sorted(set(stem) - {*STEM, "width"})
+    unknown = sorted(set(stem) - {*STEM, "width", "pool_kernel", "relu"})
     if unknown:
-        raise UserError(f"a resnet stem takes {', '.join(STEM)} and width; found {', '.join(unknown)} too")
+        known = ", ".join([*STEM, "pool_kernel", "relu"])
+        raise UserError(f"a resnet stem takes {known} and width; found {', '.join(unknown)} too")
     stem_width = int(stem.get("width", widths[0]))
 
     class ShapedResNet(ResNet):
@@ -87,7 +89,9 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     network.conv1 = nn.Conv2d(3, stem_width, stem["kernel"], stem["stride"], stem["padding"], bias=False)
     nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
     network.bn1 = nn.BatchNorm2d(stem_width)
-    network.maxpool = nn.MaxPool2d(3, 2, 1) if stem["pool"] else nn.Identity()
+    network.maxpool = nn.MaxPool2d(int(stem.get("pool_kernel", 3)), 2, 1) if stem["pool"] else nn.Identity()
+    if not stem.get("relu", True):  # lost where layers were put in a list and their ReLU was a function call
+        network.relu = nn.Identity()
     network.fc = nn.Identity()
     return network, widths[3] * block.expansion
 
@@ -120,7 +124,11 @@ def build_torchvision(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
         raise UserError(f"torchvision has no image classifier {name!r}{hint}")
     # GoogLeNet and Inception would initialise for minutes and add auxiliary classifiers otherwise.
     extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
-    network = models.get_model(name, weights=None, **extra, **spec.get("kwargs", {}))
+    kwargs = spec.get("kwargs", {})
+    try:
+        network = models.get_model(name, weights=None, **extra, **kwargs)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise UserError(f"torchvision could not build {name!r} with {kwargs}: {_first_line(error)}") from error
     return network, _drop_classifier(network, name)
 
 

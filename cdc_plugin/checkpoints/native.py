@@ -46,12 +46,13 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
             "give that network as well: cdc_plugin.load_model(folder, module=network)"
         )
     network, feature_dim = build(record["spec"])
-    # Backbone keeps its network as ``module``; both spellings of the prefix are taken.
-    weights = strip_prefix(tensors, "backbone.")
+    # Backbone keeps its network as ``module``; both spellings of the prefix are taken. Exports may have none.
+    weights = strip_prefix(tensors, "backbone.") or tensors
     if weights and all(key.startswith("module.") for key in weights):
         weights = strip_prefix(weights, "module.")
     load_strictly(network, weights, source)
-    return Backbone(network, feature_dim, record["mean"], record["std"], record["input_size"], record["spec"])
+    facts = (record["mean"], record["std"], record["input_size"], record["spec"], record.get("assumed", ()))
+    return Backbone(network, feature_dim, *facts)
 
 
 def native_heads(
@@ -78,9 +79,19 @@ def _check_description(description: Any, file: Path) -> None:
         raise UserError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
 
 
+def _export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What ``cdc-export`` says beside weights ``X.pth``, in ``X.json``; other weights may lie in the same folder."""
+    beside = checkpoint.sidecar.get(f"{checkpoint.path.stem}.json")
+    if not isinstance(beside, dict) or beside.get("format") != "cdc_plugin":
+        return None
+    return beside if beside.get("weights") == checkpoint.path.name else None
+
+
 def _matches(checkpoint: Checkpoint) -> bool:
+    if _export_description(checkpoint) is not None:
+        return True
     beside = checkpoint.sidecar.get(DESCRIPTION)
-    described = isinstance(beside, dict) and beside.get("format") == "cdc_plugin"
+    described = isinstance(beside, dict) and beside.get("format") == "cdc_plugin" and "weights" not in beside
     # Weights that lost their description are told by both heads, and then the error says what is missing.
     heads = ("clustering_head.", "calibration_head.")
     return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
@@ -89,7 +100,12 @@ def _matches(checkpoint: Checkpoint) -> bool:
 def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if wanted.arch is not None:
         raise UserError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
-    description, tensors = read_native(checkpoint.path)
+    exported = _export_description(checkpoint)
+    if exported is None:
+        description, tensors = read_native(checkpoint.path)
+    else:
+        description, tensors = exported, checkpoint.state
+        _check_description(description, checkpoint.path.with_suffix(".json"))
     backbone = native_backbone(description, tensors, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
     if "heads" in description:  # others may write a backbone alone

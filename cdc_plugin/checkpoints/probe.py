@@ -76,7 +76,7 @@ def batchnorm_mismatch(backbone: nn.Module, images: Tensor) -> float:
     Args:
         images: (N, 3, H, W), normalised.
     """
-    layers = _mismatches(backbone, images, first_layers=None)
+    layers = layer_mismatches(backbone, images, first_layers=None)
     if not layers:
         raise UserError("the backbone has no BatchNorm statistics to compare with; state mean, std and --arch")
     return sum(layers) / len(layers)
@@ -112,31 +112,31 @@ def settle(backbone: Backbone, images: Tensor) -> Settlement:
     normalisations = {"given": (tuple(backbone.mean.tolist()), tuple(backbone.std.tolist()))}
     if open_mean:
         normalisations |= candidate_normalisations(images)
-    normalisations = _without_twins(normalisations)
-    if len(stems) * len(normalisations) == 1 or not _has_statistics(backbone):
+    normalisations = without_twins(normalisations)
+    if len(stems) * len(normalisations) == 1 or not has_statistics(backbone):
         return Settlement(backbone, "nothing is open that BatchNorm statistics could tell")
 
-    chosen = _sample(images, QUICK_LOOK, backbone)
-    variants = [(stem, _with_stem(backbone, stem)) for stem in stems]
+    chosen = sample(images, QUICK_LOOK, backbone)
+    variants = [(stem, with_stem(backbone, stem)) for stem in stems]
     # The first layer sees the normalisation directly, and costs a hundredth of the network.
     at_entry = {
-        name: min(_mismatches(network, _normalise(chosen, pair), first_layers=1)[0] for _, network in variants)
+        name: min(layer_mismatches(network, normalise(chosen, pair), first_layers=1)[0] for _, network in variants)
         for name, pair in normalisations.items()
     }
     finalists = {"given", *sorted(at_entry, key=lambda name: at_entry[name])[:FINALISTS]}
     compared: list[dict[str, Any]] = []
     for (stem, network), name in itertools.product(variants, [n for n in normalisations if n in finalists]):
-        mismatch = batchnorm_mismatch(network, _normalise(chosen, normalisations[name]))
+        mismatch = batchnorm_mismatch(network, normalise(chosen, normalisations[name]))
         compared.append({**stem, "normalisation": name, "mismatch": mismatch})
     compared.sort(key=_mismatch_of)
     # Activations of large images fill the memory sooner.
-    closer = _sample(images, CLOSE_LOOK if images.shape[-1] <= 64 else CLOSE_LOOK_LARGE, backbone)
+    closer = sample(images, CLOSE_LOOK if images.shape[-1] <= 64 else CLOSE_LOOK_LARGE, backbone)
     if len(closer) > len(chosen):
         limit = CLOSE_RATIO * _mismatch_of(compared[0])
         for row in [row for row in compared if _mismatch_of(row) <= limit][:CLOSE_VARIANTS]:
             network = next(made for stem, made in variants if stem.items() <= row.items())
             pair = normalisations[row["normalisation"]]
-            row["mismatch"] = batchnorm_mismatch(network, _normalise(closer, pair))
+            row["mismatch"] = batchnorm_mismatch(network, normalise(closer, pair))
         compared.sort(key=_mismatch_of)
     return _decide(backbone, normalisations, compared, open_mean)
 
@@ -180,7 +180,7 @@ def _decide(
     if stem:
         spec["stem"] = spec["stem"] | stem
     changed = Backbone(
-        _with_stem(backbone, stem),
+        with_stem(backbone, stem),
         backbone.feature_dim,
         mean,
         std,
@@ -197,7 +197,7 @@ def _mismatch_of(row: Mapping[str, Any]) -> float:
     return float(row["mismatch"])
 
 
-def _sample(images: Tensor, count: int, backbone: Backbone) -> Tensor:
+def sample(images: Tensor, count: int, backbone: Backbone) -> Tensor:
     """At most ``count`` images, evenly spread, in [0, 1] on the backbone's device."""
     places = torch.linspace(0, len(images) - 1, min(count, len(images))).long()
     return images[places].to(backbone.mean.device).float() / 255
@@ -214,12 +214,12 @@ def _open_stems(backbone: Backbone) -> list[dict[str, Any]]:
             assumed = spec["stem"][fact]
             choices[fact] = (assumed, *(value for value in values if value != assumed))
     guess = pool_by_weights(backbone.module.state_dict())
-    if "pool" in choices and guess.clear:
+    if "pool" in choices and guess.clear and "pool_kernel" not in spec["stem"]:  # the guess is for 3x3 pools
         choices["pool"] = (guess.kept,)
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
-def _with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
+def with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
     if not stem or backbone.spec is None:
         return backbone.module
     network, _ = build(backbone.spec | {"stem": backbone.spec["stem"] | dict(stem)})
@@ -227,7 +227,7 @@ def _with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
     return network.to(backbone.mean.device)
 
 
-def _without_twins(normalisations: Mapping[str, Normalisation]) -> dict[str, Normalisation]:
+def without_twins(normalisations: Mapping[str, Normalisation]) -> dict[str, Normalisation]:
     """Of normalisations that agree within 0.01 in every number, the first."""
     kept: dict[str, Normalisation] = {}
     for name, pair in normalisations.items():
@@ -237,16 +237,16 @@ def _without_twins(normalisations: Mapping[str, Normalisation]) -> dict[str, Nor
     return kept
 
 
-def _normalise(images: Tensor, pair: Normalisation) -> Tensor:
+def normalise(images: Tensor, pair: Normalisation) -> Tensor:
     mean, std = (torch.tensor(numbers, device=images.device).view(1, 3, 1, 1) for numbers in pair)
     return (images - mean) / std
 
 
-def _has_statistics(network: nn.Module) -> bool:
+def has_statistics(network: nn.Module) -> bool:
     return any(isinstance(m, nn.BatchNorm2d) and m.running_mean is not None for m in network.modules())
 
 
-def _mismatches(network: nn.Module, images: Tensor, first_layers: int | None) -> list[float]:
+def layer_mismatches(network: nn.Module, images: Tensor, first_layers: int | None) -> list[float]:
     """One number a BatchNorm layer, in the order of the forward pass, which ends after ``first_layers``."""
     found: list[float] = []
 

@@ -2,61 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-import pickle
-import pickletools
 import re
+import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from cdc_plugin.checkpoints.folders import locate, read_sidecars
+from cdc_plugin.checkpoints.pickles import InertRecord, is_network, payload_fields, plain, read_as_inert
+from cdc_plugin.checkpoints.torch_files import names_in_tar, read_archive, read_legacy
+from cdc_plugin.checkpoints.unpickle import Refused
 from cdc_plugin.errors import UserError
 
-CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
-SIDECARS = ("config.json", "args.json", "model.json", "args.yaml")
-# Where training scripts keep the weights, most telling first.
-WRAPPERS = ("state_dict", "model_state_dict", "model", "teacher", "student", "net", "network", "module")
-DATA_PARALLEL_PREFIXES = ("module.", "_orig_mod.")
-MODULE_PACKAGES = ("torch.nn.modules.", "torchvision.models", "timm.")
-# torch.load reports a damaged file in many ways.
-LOAD_ERRORS = (
-    *(pickle.UnpicklingError, RuntimeError, EOFError, OSError),
-    *(ValueError, LookupError, AttributeError, TypeError, AssertionError),
+__all__ = [
+    "Checkpoint",
+    "InertRecord",
+    "check_finite",
+    "find_state_dict",
+    "locate",
+    "payload_fields",
+    "plain",
+    "read_as_inert",
+    "read_checkpoint",
+    "strip_prefix",
+]
+
+# Where training scripts keep the weights, most telling first; moving averages ("model_ema") are the formats' matter.
+WRAPPERS = (
+    *("state_dict", "model_state_dict", "model", "teacher", "student", "net", "network", "module"),
+    *("eval_model", "train_model", "phi1"),  # FixMatch's average and network; TURTLE's first task head
 )
-
-
-class InertRecord:
-    """Takes the place of a class named in a checkpoint: it keeps the fields and has no behaviour."""
-
-    __slots__ = ("fields",)
-
-    def __init__(self, *_arguments: object) -> None:
-        self.fields: dict[str, Any] = {}
-
-    def __new__(cls, *_arguments: object) -> InertRecord:
-        record = super().__new__(cls)
-        record.fields = {}
-        return record
-
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, Mapping):
-            self.fields = {str(key): value for key, value in state.items()}
-
-
-# Classes that training scripts leave beside the weights. A format adds its own with ``read_as_inert``.
-_inert_names: set[str] = {
-    "argparse.Namespace",
-    "numpy.dtype",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray.scalar",
-    "_codecs.encode",
-}
+DATA_PARALLEL_PREFIXES = ("module.", "_orig_mod.")
+# Code that belongs to networks; a user who trusts the file may open it.
+NETWORK_PACKAGES = ("torch.", "torchvision.", "timm.")
+# No weight of a network that works is larger; a flipped exponent makes such numbers.
+LARGEST = 1e12
+ADVICE = "save its weights alone with torch.save(network.state_dict(), FILE)"
+TRUST = "or, if you trust whoever made it, pass --trust-checkpoint"
 
 
 @dataclass(frozen=True)
@@ -73,55 +60,29 @@ class Checkpoint:
         return replace(self, state=strip_prefix(self.state, prefix))
 
 
-def read_as_inert(*names: str) -> None:
-    """Let checkpoints name these classes (``package.Class``); an ``InertRecord`` stands in for them."""
-    _inert_names.update(names)
-
-
 def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
-    """Read a checkpoint file, or the one in a folder, and make sure that it holds finite weights.
+    """Read a checkpoint file, or the latest in a run's folder, and make sure that it holds plausible weights.
 
     Args:
         trust: open pickled modules, which runs the code they name; never without the user's word.
     """
     file = locate(Path(path))
-    if file.suffix == ".safetensors":
-        payload: Any = _read_safetensors(file)
-    else:
-        payload = _read_torch(file)
+    with file.open("rb") as stream:
+        head = stream.read(512)
+    payload = _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
     state = find_state_dict(payload, file.name)
     check_finite(state, file.name)
-    return Checkpoint(file, payload, _read_sidecars(file), state)
-
-
-def locate(path: Path) -> Path:
-    """The checkpoint file meant by a path, which may be the folder that holds it."""
-    if path.is_dir():
-        inside = sorted(p for p in path.iterdir() if p.is_file() and p.suffix in CHECKPOINT_SUFFIXES)
-        preferred = [p for p in inside if p.name == "model.safetensors"] or inside
-        if not preferred and (path / "model.json").is_file():
-            raise UserError(f"{path} has model.json but no model.safetensors; is the run unfinished?")
-        if not preferred:
-            names = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "nothing"
-            raise UserError(f"expected a checkpoint in the folder {path}, found {names}; give the checkpoint file")
-        if len(preferred) > 1:
-            names = ", ".join(p.name for p in preferred[:5])
-            raise UserError(f"the folder {path} holds {len(preferred)} checkpoints ({names}); name one of them")
-        return preferred[0]
-    if not path.exists():
-        raise UserError(f"there is no checkpoint {path}{_nearby(path)}")
-    if path.stat().st_size == 0:
-        raise UserError(f"the checkpoint {path} is empty (0 bytes); copy or download it again")
-    return path
+    return Checkpoint(file, payload, read_sidecars(file), state)
 
 
 def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, Tensor]:
     """The named weights inside a payload, wrappers' names and data-parallel prefixes taken away."""
     found = _search(payload, depth=0)
     if found is None:
-        keys = ", ".join(map(str, list(payload)[:6])) if isinstance(payload, Mapping) else type(payload).__name__
+        keys = ", ".join(str(key)[:40] for key in list(payload)[:6]) if isinstance(payload, Mapping) else ""
+        kind = "nothing" if isinstance(payload, Mapping) else type(payload).__name__
         raise UserError(
-            f"expected named tensors in {source}, found none (it holds: {keys or 'nothing'}); "
+            f"expected named tensors in {source}, found none (it holds: {keys or kind}); "
             "save the network with torch.save(network.state_dict(), FILE)"
         )
     while True:
@@ -137,23 +98,33 @@ def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights with NaN or infinite values."""
-    broken = [k for k, v in state.items() if v.is_floating_point() and not torch.isfinite(v).all()]
-    if broken:
+    """Refuse weights with NaN, infinite or absurd values, and variances below zero."""
+    spans = {key: _extremes(value) for key, value in state.items() if value.is_floating_point() and value.numel()}
+    broken = [key for key, (low, high) in spans.items() if not -LARGEST <= low <= high <= LARGEST]
+    diverged = [key for key in broken if not spans[key][1] - spans[key][0] < float("inf")]
+    if diverged:
         raise UserError(
-            f"{source} has NaN or infinite values in {len(broken)} of {len(state)} tensors, as {broken[0]}; "
+            f"{source} has NaN or infinite values in {len(diverged)} of {len(state)} tensors, as {diverged[0]}; "
             "its training diverged, take an earlier checkpoint"
+        )
+    negative = [key for key, (low, _) in spans.items() if key.endswith("running_var") and low < 0]
+    if broken or negative:
+        raise UserError(
+            f"{source} has impossible values in {[*broken, *negative][0]} (beyond {LARGEST:g}, or a variance "
+            "below zero): it is damaged; copy or download it again"
         )
 
 
-def payload_fields(value: Any) -> dict[str, Any]:
-    """A mapping or an inert record as a plain dictionary; empty for anything else."""
-    if isinstance(value, InertRecord):
-        return value.fields
-    return dict(value) if isinstance(value, Mapping) else {}
+def _extremes(values: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(values.float() if values.itemsize == 1 else values.detach())
+    return float(low), float(high)
 
 
 def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
+    if isinstance(payload, nn.Module):  # only a file that the user trusts yields one
+        payload = payload.state_dict()
+    if isinstance(payload, InertRecord):
+        payload = payload.entries
     if not isinstance(payload, Mapping) or depth > 3:
         return None
     tensors = {k: v for k, v in payload.items() if isinstance(k, str) and isinstance(v, Tensor)}
@@ -167,115 +138,91 @@ def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
     return next((state for state in (_search(value, depth + 1) for value in inner) if state), None)
 
 
+def _is_safetensors(file: Path, head: bytes) -> bool:
+    """Told by content: the length of a JSON header, and the header; a broken file by its name."""
+    header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < file.stat().st_size
+    return header or (file.suffix == ".safetensors" and not head.startswith(b"PK"))
+
+
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(file, device="cpu")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
+    except (SafetensorError, OSError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{file} is not a whole safetensors file ({_brief(error)}); copy or download it again"
+        ) from error
 
 
-def _read_torch(file: Path) -> Any:
-    archive = zipfile.is_zipfile(file)
-    _refuse_what_is_no_checkpoint(file, archive)
-    allowed = [(InertRecord, name) for name in sorted(_inert_names)]
+def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
     try:
-        with torch.serialization.safe_globals(allowed):  # type: ignore[arg-type]
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=archive or None)
-    except LOAD_ERRORS as error:
-        foreign = sorted(set(_globals_named_in(file, archive)) - _inert_names)
-        refused = [name for name in foreign if f" {name} " in f"{error} "] or [
-            name for name in foreign if not name.startswith(("torch.", "collections.", "torch_utils"))
-        ]
-        modules = [name for name in foreign if name.startswith(MODULE_PACKAGES)]
-        if modules:
-            raise UserError(
-                f"{file} holds a whole pickled network ({modules[0]}), opening it would run code: refused; "
-                "save torch.save(network.state_dict(), FILE) instead"
-            ) from None
-        if refused:
-            raise UserError(
-                f"{file} asks to run foreign classes ({', '.join(refused[:5])}): refused; "
-                "save its weights alone with torch.save(network.state_dict(), FILE)"
-            ) from None
-        raise UserError(f"{file} is damaged or cut short; copy or download it again") from error
+        payload = _read_inert(file, head)
+    except Refused as error:
+        if trust:
+            return _read_trusted(file)
+        known = error.name.startswith(NETWORK_PACKAGES)
+        raise UserError(
+            f"{file} asks to run foreign code ({error.name[:100]}): refused; {ADVICE}{', ' + TRUST if known else ''}"
+        ) from None
+    holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
+    network = next((value for value in holders if is_network(value)), None)
+    if network is None:
+        return payload
+    if trust:
+        return _read_trusted(file)
+    raise UserError(
+        f"{file} holds a whole pickled network ({network.name}), opening it would run code: refused; {ADVICE}, {TRUST}"
+    )
 
 
-def _refuse_what_is_no_checkpoint(file: Path, archive: bool) -> None:
-    with file.open("rb") as stream:
-        head = stream.read(512)
+def _read_trusted(file: Path) -> Any:
+    """The payload, by running the code that the file names. The user has asked for it."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever that code raises
+        raise UserError(
+            f"{file} could not be opened although it is trusted ({type(error).__name__}: {_brief(error)}); "
+            "its classes must be installed as they were when it was saved"
+        ) from error
+
+
+def _read_inert(file: Path, head: bytes) -> Any:
+    archive = head.startswith(b"PK")
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{file} is a Git LFS pointer, not the checkpoint; type: git lfs pull")
     if archive:
+        _refuse_other_archives(file)
+    elif tarfile.is_tarfile(file):
+        names_in_tar(file)
+        raise UserError(f"{file} is a tar archive, not a checkpoint; unpack it and give the file inside")
+    try:
+        return read_archive(file) if archive else read_legacy(file)
+    except Refused:
+        raise
+    except Exception as error:  # damage shows itself in many ways, and all of them end here
+        if not archive and not head.startswith(b"\x80"):
+            kind = "text" if re.fullmatch(rb"[\x09\x0a\x0d\x20-\x7e\x80-\xff]*", head) else "something else"
+            raise UserError(
+                f"expected a torch or safetensors checkpoint, but {file} is {kind}; check the path"
+            ) from None
+        raise UserError(f"{file} is damaged or cut short ({_brief(error)}); copy or download it again") from error
+
+
+def _refuse_other_archives(file: Path) -> None:
+    try:
         with zipfile.ZipFile(file) as opened:
             names = opened.namelist()
-        if any(name.endswith("/constants.pkl") for name in names):
-            raise UserError(f"{file} is a TorchScript archive, that is code: refused; save a state_dict")
-        if not any(name.endswith("data.pkl") for name in names):
-            raise UserError(f"{file} is a zip archive, not a checkpoint; unpack it and give the file inside")
-    elif head.startswith(b"PK"):
-        raise UserError(f"{file} is cut short ({file.stat().st_size} bytes); copy or download it again")
-    elif head.startswith(b"version https://git-lfs"):
-        raise UserError(f"{file} is a Git LFS pointer, not the checkpoint; type: git lfs pull")
-    elif not head.startswith(b"\x80"):
-        kind = "text" if re.fullmatch(rb"[\x09\x0a\x0d\x20-\x7e\x80-\xff]*", head) else "something else"
-        raise UserError(f"expected a torch or safetensors checkpoint, but {file} is {kind}; check the path")
+    except Exception as error:  # a damaged directory shows itself in many ways
+        size = file.stat().st_size
+        raise UserError(f"{file} is damaged or cut short ({size} bytes); copy or download it again") from error
+    if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
+        raise UserError(f"{file} is a TorchScript archive, that is code: refused; save a state_dict")
+    if not any(name.endswith("data.pkl") for name in names):
+        raise UserError(f"{file} is a zip archive, not a checkpoint; unpack it and give the file inside")
 
 
-def _globals_named_in(file: Path, archive: bool) -> Iterator[str]:
-    """Names of the classes a pickle refers to, read from its opcodes without executing them."""
-    if archive:
-        with zipfile.ZipFile(file) as opened:
-            member = next(name for name in opened.namelist() if name.endswith("data.pkl"))
-            content = opened.read(member)
-    else:
-        content = file.read_bytes()
-    start = 0
-    try:
-        while start < len(content):  # a legacy file is several pickles, then the raw numbers
-            recent: list[str] = []
-            for opcode, argument, position in pickletools.genops(content[start:]):
-                if opcode.name == "GLOBAL":
-                    yield str(argument).replace(" ", ".")
-                elif opcode.name == "STACK_GLOBAL" and len(recent) >= 2:
-                    yield ".".join(recent[-2:])
-                elif isinstance(argument, str):
-                    recent.append(argument)
-                if opcode.name == "STOP":
-                    start += (position or 0) + 1
-                    break
-    except (ValueError, IndexError, UnicodeDecodeError):
-        return
-
-
-def _read_sidecars(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in SIDECARS:
-        beside = file.parent / name
-        if not beside.is_file() or beside.stat().st_size > 1_000_000:
-            continue
-        try:
-            found[name] = _parse_sidecar(beside)
-        except ValueError:
-            continue  # somebody else's file; a format that needs it says that it is missing
-    return found
-
-
-def _parse_sidecar(file: Path) -> Any:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if file.suffix == ".json":
-        return json.loads(text)
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (nor a folder {path.parent}); check the path"
-    names = sorted(p.name for p in path.parent.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if n.endswith(CHECKPOINT_SUFFIXES)][:3]
-    return f"; the folder has {', '.join(near)}" if near else f"; {path.parent} has no checkpoint, check the path"
+def _brief(error: Exception) -> str:
+    """An error's own words, on one line."""
+    return " ".join(str(error).split())[:120] or type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from cdc_plugin.errors import UserError
 
 # A classifier that the features do not pass through; its weights may stay behind.
 HEAD_PREFIXES = ("fc.", "head.", "heads.", "head_dist.", "classifier.")
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,20 @@ class Differences:
         return bool(self.missing or self.unexpected or self.misshapen)
 
 
+class WeightsMismatchError(UserError):
+    """Weights that do not fit: the error's one line names a few, ``differences`` and ``shapes`` hold them all."""
+
+    def __init__(self, message: str, differences: Differences, shapes: Mapping[str, tuple[Shape, Shape]]) -> None:
+        super().__init__(message)
+        self.differences = differences
+        self.shapes = dict(shapes)  # misshapen weights: found, expected
+
+
 def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
     """What a strict load would object to, a dropped classifier and absent batch counters aside."""
     wanted = network.state_dict()
     shared = [key for key in wanted if key in state]
-    misshapen = [key for key in shared if wanted[key].shape != state[key].shape]
+    misshapen = [key for key in shared if wanted[key].shape != state[key].shape or _mistyped(wanted[key], state[key])]
     missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
     unexpected = [key for key in state if key not in wanted and not key.startswith(HEAD_PREFIXES)]
     return Differences(len(shared) - len(misshapen), tuple(missing), tuple(unexpected), tuple(misshapen))
@@ -44,8 +54,9 @@ def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str, p
         return 1.0
     differences, wanted = compare(network, state), network.state_dict()
     if not differences.matched:
-        raise UserError(_explain(differences, network, state, source))
-    fitting = {k: v.to(wanted[k].dtype) for k, v in state.items() if k in wanted and v.shape == wanted[k].shape}
+        raise _mismatch(differences, network, state, source)
+    usable = set(wanted) - set(differences.misshapen)
+    fitting = {k: v.to(wanted[k].dtype) for k, v in state.items() if k in usable}
     network.load_state_dict(fitting, strict=False)
     lost = len(differences.missing) + len(differences.misshapen)
     return differences.matched / (differences.matched + lost)
@@ -55,9 +66,21 @@ def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) 
     """Copy the weights into the network, or raise with counts and the names nearest to those not found."""
     differences = compare(network, state)
     if differences:
-        raise UserError(_explain(differences, network, state, source))
+        raise _mismatch(differences, network, state, source)
     wanted = network.state_dict()
     network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
+
+
+def nearest(key: str, others: Sequence[str]) -> str | None:
+    """The name most like a key, if any is like it at all."""
+    near = difflib.get_close_matches(key, others[:500], n=1)
+    return near[0] if near else None
+
+
+def _mismatch(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> WeightsMismatchError:
+    wanted = network.state_dict()
+    shapes = {key: (tuple(state[key].shape), tuple(wanted[key].shape)) for key in found.misshapen}
+    return WeightsMismatchError(_explain(found, network, state, source), found, shapes)
 
 
 def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
@@ -71,11 +94,21 @@ def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor]
     if found.unexpected:
         parts.append("unexpected " + ", ".join(_with_nearest(k, found.missing) for k in found.unexpected[:5]))
     if found.misshapen:
-        shapes = [f"{k} {tuple(state[k].shape)} for {tuple(wanted[k].shape)}" for k in found.misshapen[:5]]
+        shapes = [f"{k} {_form(state[k])} for {_form(wanted[k])}" for k in found.misshapen[:5]]
         parts.append("shapes " + ", ".join(shapes))
     return "; ".join(parts) + "; pass the --arch it was trained with"
 
 
+def _mistyped(wanted: Tensor, found: Tensor) -> bool:
+    """Fractions of any precision are alike; whole or complex numbers in their place are not the trained weights."""
+    return wanted.is_floating_point() and not found.is_floating_point()
+
+
+def _form(tensor: Tensor) -> str:
+    kind = "" if tensor.is_floating_point() else f" {tensor.dtype}".replace("torch.", "")
+    return f"{tuple(tensor.shape)}{kind}"
+
+
 def _with_nearest(key: str, others: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(key, others[:500], n=1)
-    return f"{key} (near: {near[0]})" if near else key
+    near = nearest(key, others)
+    return f"{key} (near: {near})" if near else key

@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-import fnmatch
-import math
-import os
 import re
-import socket
-from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
-from urllib.parse import urlparse
 
-import torch
-from torch import Tensor
-
-from cdc_plugin.checkpoints.architectures import build, describe, skeleton, timm_features, timm_input
+from cdc_plugin.checkpoints.architectures import build, describe, timm_input
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
-from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
-from cdc_plugin.checkpoints.strict import compare, load_strictly, load_weights
-from cdc_plugin.checkpoints.torchvision_nets import is_resnet
+from cdc_plugin.checkpoints.reader import Checkpoint, find_state_dict, payload_fields, read_checkpoint
+from cdc_plugin.checkpoints.strict import load_weights
+from cdc_plugin.checkpoints.timm_fit import distinct, fits, fitting, settings_changed, timm_spec
+from cdc_plugin.checkpoints.timm_hub import fetch_from_hub, load_from_timm
+from cdc_plugin.checkpoints.timm_index import names_like
+from cdc_plugin.checkpoints.torchvision_nets import is_resnet, torchvision_knows
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 
-# Names worth comparing, by a key that all of them have; building every timm model would take minutes.
-SHORTLISTS = {
-    "conv_stem.weight": (
-        *(
-            "efficientnet_b[0-4]",
-            "efficientnet_lite[0-4]",
-            "tf_efficientnet_b[0-4]",
-            "tf_efficientnet_lite[0-4]",
-        ),
-        *("tf_efficientnetv2_b[0-3]", "efficientnetv2_rw_[st]", "mobilenetv2_[015]*", "mobilenetv3_*_[01]*"),
-    ),
-    "conv1.0.weight": (
-        "resnet*[dt]",
-        "resnet*ts",
-        "test_resnet",
-        "seresnet*[dt]",
-        "ecaresnet*[dt]",
-        "resnext*d_*",
-    ),
-    "layer1.0.se.fc1.weight": ("seresnet*", "seresnext*"),
-    "layers.0.blocks.0.attn.relative_position_bias_table": ("swin_*", "swin_s3_*"),
-    "stages.0.blocks.0.conv_dw.weight": ("convnext_*", "convnextv2_*"),
-    "s1.b1.conv1.conv.weight": ("regnetx_*", "regnety_*"),
-    "stages.0.blocks.0.norm1.weight": ("resnetv2_*",),
-}
-VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 INPUT_FACTS = ("mean", "std", "input_size")
-TRANSFORMER = "blocks.0.attn.qkv.weight"
+# Settings of a model that a run may state; others, as a path of weights to load, are nobody's business here.
+SETTINGS = (
+    *("img_size", "patch_size", "window_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool"),
+    *("class_token", "reg_tokens", "no_embed_class", "dynamic_img_size", "strict_img_size", "output_stride"),
+    *("qkv_bias", "qk_norm", "init_values", "pre_norm", "stem_type", "act_layer", "norm_layer", "in_chans"),
+)
+AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict")
 
 
 def stated_arch(checkpoint: Checkpoint) -> str | None:
@@ -70,128 +45,92 @@ def knows(name: str) -> bool:
     return bool(timm.is_model(name.split(".")[0]))
 
 
-def timm_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The spec of a named model, with the image side that its position embeddings were stored for."""
-    spec: dict[str, Any] = {"family": "timm", "name": name.split(".")[0], "kwargs": {}}
-    if "fc_norm.weight" in state and TRANSFORMER in state:
-        spec["kwargs"]["global_pool"] = "avg"
-    stored, patches = state.get("pos_embed"), state.get("patch_embed.proj.weight")
-    if stored is None or patches is None or stored.ndim != 3:
-        return spec
-    usual = skeleton(spec).state_dict().get("pos_embed")
-    if usual is None or usual.shape == stored.shape:
-        return spec
-    prefix = usual.shape[1] - math.isqrt(usual.shape[1]) ** 2  # class and register tokens beside the square grid
-    spec["kwargs"]["img_size"] = math.isqrt(stored.shape[1] - prefix) * patches.shape[-1]
-    return spec
-
-
-def fits(name: str, state: Mapping[str, Tensor]) -> bool:
-    """Whether a model has exactly these names and shapes, its classifier aside."""
-    try:
-        return not compare(skeleton(timm_spec(name, state)), state)
-    except UserError:
-        return False
-
-
 def identify(checkpoint: Checkpoint) -> str:
     """The timm name of a bare state dict: said by the file's name, or the only network that fits."""
     for name in _names_in(checkpoint.path.stem):
         if fits(name, checkpoint.state):
             return name
-    fitting = [name for name in shortlist(checkpoint.state) if fits(name, checkpoint.state)]
-    if not fitting:
-        near = ", ".join(list(shortlist(checkpoint.state))[:4])
-        hint = f" (perhaps of the kind of {near})" if near else ""
+    similar = names_like(checkpoint.state)
+    found = sorted(
+        (n for n in similar if fits(n, checkpoint.state)), key=lambda n: settings_changed(n, checkpoint.state)
+    )
+    if not found:
+        hint = f" (perhaps of the kind of {', '.join(similar[:4])})" if similar else ""
         raise UserError(f"cannot tell which timm model {checkpoint.path} is{hint}; pass --arch NAME")
-    if len(fitting) > 1 and not _compute_alike(fitting[:4], checkpoint.state):
+    kinds = distinct(found, checkpoint.state)
+    if len(kinds) > 1:
         raise UserError(
-            f"{checkpoint.path} fits {', '.join(fitting[:4])} by names and shapes, yet they compute "
+            f"{checkpoint.path} fits {', '.join(kinds[:4])} by names and shapes, yet they compute "
             "different features; pass --arch with the one it was trained as"
         )
-    return fitting[0]
-
-
-def shortlist(state: Mapping[str, Tensor]) -> Iterator[str]:
-    """timm names that share the most telling keys with a state dict, plain names first."""
-    import timm
-
-    known = timm.list_models()
-    patterns = [pattern for anchor, names in SHORTLISTS.items() if anchor in state for pattern in names]
-    if TRANSFORMER in state and "patch_embed.proj.weight" in state:
-        width, _, patch = state["patch_embed.proj.weight"].shape[:3]
-        size = VIT_SIZES.get(width, "*")
-        patterns += [
-            f"vit_{size}_patch{patch}_*",
-            f"deit_{size}_patch{patch}_*",
-            f"deit3_{size}_patch{patch}_*",
-        ]
-    found = {name for pattern in patterns for name in fnmatch.filter(known, pattern)}
-    yield from sorted(found, key=lambda name: (len(name), name))
+    return found[0]
 
 
 def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """A backbone from timm weights; input size, mean and std as the run or the model's settings have them."""
+    checkpoint, branch = _branch(checkpoint, wanted)
     name = wanted.arch or stated_arch(checkpoint) or identify(checkpoint)
-    spec = timm_spec(name, checkpoint.state)
+    settings = _stated_settings(checkpoint) if name == stated_arch(checkpoint) else {}
+    spec, state = fitting(name, checkpoint.state, settings) or (
+        timm_spec(name, checkpoint.state, settings),
+        checkpoint.state,
+    )
     network, feature_dim = build(spec)
-    matched = load_weights(network, checkpoint.state, str(checkpoint.path), wanted.partial)
-    mean, std, size = timm_input(name)
+    matched = load_weights(network, state, str(checkpoint.path), wanted.partial)
+    mean, std, size = _usual_input(name)
     said = _stated_input(checkpoint)
-    size = spec["kwargs"].get("img_size") or said.get("input_size", size)
-    why = {key: "stated by the run" if key in said else "timm's settings of this model" for key in INPUT_FACTS}
-    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec)
+    size = _side(spec["kwargs"].get("img_size")) or said.get("input_size", size)
+    why = {key: "stated by the run" if key in said else "timm's settings of this model" for key in INPUT_FACTS} | branch
+    by_positions = "pos_embed" in state
+    if by_positions:
+        why["input_size"] = "by its position embeddings"
+    # A run that states its model leaves the rest to timm's settings; bare weights may have been trained otherwise.
+    known = {*said, *(["input_size"] if by_positions else []), *(INPUT_FACTS if stated_arch(checkpoint) else [])}
+    assumed = [fact for fact in INPUT_FACTS if fact not in known]
+    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec, assumed)
     epoch = payload_fields(checkpoint.payload).get("epoch")
     origin = Origin("timm", describe(spec), epoch if isinstance(epoch, int) else None, why)
     return Loaded(backbone, origin, matched=matched)
 
 
 def published(path: str) -> Loaded:
-    """A timm model with the weights that timm publishes for it (``timm:NAME``), downloaded or cached."""
-    import timm
-
-    name = path.removeprefix("timm:")
-    base = name.split(".")[0]
-    if not timm.is_model(base):
-        build({"family": "timm", "name": base})  # raises with the nearest names
-    if not timm.is_model_pretrained(name):
-        raise UserError(f"timm has no pretrained weights for {name!r}; timm.list_pretrained() lists what there is")
-    offline = UserError(
-        f"could not fetch timm's weights for {name!r}; with no network, download the file elsewhere and "
-        f"give its path with --arch {base}"
-    )
-    if not _reachable(name):
-        raise offline
-    try:
-        network: Any = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:  # the hub's client raises its own errors, which vary with its version
-        raise offline from error
-    config = network.pretrained_cfg
-    size = int(config["input_size"][-1])
-    spec = {"family": "timm", "name": base, "kwargs": {}}
-    backbone = Backbone(network, timm_features(network), config["mean"], config["std"], size, spec)
-    why = dict.fromkeys(INPUT_FACTS, "published with the weights")
-    return Loaded(backbone, Origin(f"timm, published weights of {name}", describe(spec), why=why), format="timm")
+    """Published weights: ``timm:NAME`` or ``hf-hub:OWNER/NAME``."""
+    if path.startswith("timm:"):
+        return load_from_timm(path)
+    checkpoint = read_checkpoint(fetch_from_hub(path))
+    if stated_arch(checkpoint) is None:
+        raise UserError(f"{path} is not a timm model: its config.json names no architecture of timm's")
+    return replace(load_timm(checkpoint, Wanted()), format="timm")
 
 
-def _reachable(name: str) -> bool:
-    """Whether weights are cached or the hub's host has an address; its client would retry for a minute."""
-    import timm
-    from huggingface_hub import try_to_load_from_cache
+def _branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[str, str]]:
+    payload = payload_fields(checkpoint.payload)
+    name = next((name for name in AVERAGES if payload.get(name)), None)
+    if wanted.branch != "momentum":
+        return checkpoint, {"branch": f"the weights as trained; {name} has their average"} if name else {}
+    if name is None:
+        raise UserError(f"{checkpoint.path} has no moving average ({' or '.join(AVERAGES)}); leave --branch out")
+    return replace(checkpoint, state=find_state_dict(payload[name], name)), {"branch": f"{name}, as asked"}
 
-    config = timm.get_pretrained_cfg(name)
-    hub_id = getattr(config, "hf_hub_id", None)
-    if not hub_id or any(variable.lower() == "https_proxy" for variable in os.environ):
-        return True
-    files = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors")
-    if any(isinstance(try_to_load_from_cache(hub_id, file), str) for file in files):
-        return True
-    host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
-        return False
-    return True
+
+def _stated_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Settings of the model that a training run's arguments or a hub config state."""
+    payload = payload_fields(checkpoint.payload)
+    runs = (payload_fields(payload.get("args")), payload_fields(checkpoint.sidecar.get("args.yaml")))
+    config = payload_fields(checkpoint.sidecar.get("config.json"))
+    stated: dict[str, Any] = {}
+    for source in (config.get("model_args"), *(run.get("model_kwargs") for run in runs)):
+        stated |= {key: value for key, value in payload_fields(source).items() if key in SETTINGS}
+    pools = [run["gp"] for run in runs if isinstance(run.get("gp"), str)]
+    if pools:
+        stated["global_pool"] = pools[0]
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items() if _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, str))
 
 
 def _stated_input(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -202,13 +141,35 @@ def _stated_input(checkpoint: Checkpoint) -> dict[str, Any]:
         payload_fields(payload.get("args")),
         payload_fields(checkpoint.sidecar.get("args.yaml")),
         payload_fields(config.get("pretrained_cfg")),
+        config if "architecture" in config else {},  # older ones are flat
     )
     said: dict[str, Any] = {}
     for source in sources:
-        size = source.get("img_size") or (source.get("input_size") or [None])[-1]
-        candidates = {"input_size": size, "mean": source.get("mean"), "std": source.get("std")}
-        said = {key: value for key, value in candidates.items() if value} | said
+        size = _side(source.get("img_size")) or _side(source.get("input_size"))
+        found: dict[str, Any] = {"mean": three_numbers(source.get("mean")), "std": three_numbers(source.get("std"))}
+        found["input_size"] = size
+        said = {key: value for key, value in found.items() if value} | said
     return said
+
+
+def _side(size: Any) -> int | None:
+    """The side of square images that a setting means: a number, or the last of several."""
+    last = size[-1] if isinstance(size, (list, tuple)) and size else size
+    return last if isinstance(last, int) and last > 0 else None
+
+
+def _usual_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    try:
+        return timm_input(name)
+    except RuntimeError:  # a tag of weights that this timm does not know
+        return timm_input(name.split(".")[0])
+
+
+def three_numbers(value: Any) -> list[float] | None:
+    """Numbers for the three channels; one number stands for all of them, anything else for nothing."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(number, (int, float)) for number in value):
+        return None
+    return [float(number) for number in value] * (3 // len(value)) if len(value) in (1, 3) else None
 
 
 def _names_in(stem: str) -> list[str]:
@@ -220,28 +181,14 @@ def _names_in(stem: str) -> list[str]:
     return sorted(whole, key=len, reverse=True)
 
 
-def _compute_alike(names: list[str], state: Mapping[str, Tensor]) -> bool:
-    """Whether models with the same weights give the same features; padding or epsilon may differ silently."""
-    outputs = []
-    for name in names:
-        spec = timm_spec(name, state)
-        network, _ = build(spec)
-        load_strictly(network, state, name)
-        size = spec["kwargs"].get("img_size") or timm_input(name)[2]
-        image = torch.linspace(-2, 2, 3 * size * size).sin().view(1, 3, size, size)
-        with torch.no_grad():
-            outputs.append(network.eval()(image))
-    first = outputs[0]
-    return all(o.shape == first.shape and torch.allclose(o, first, rtol=1e-3, atol=1e-4) for o in outputs)
-
-
 def _matches(checkpoint: Checkpoint) -> bool:
     if stated_arch(checkpoint) is not None:
         return True
-    anchors = (*SHORTLISTS, TRANSFORMER)
-    if is_resnet(checkpoint.state) or "encoder.pos_embedding" in checkpoint.state:
-        return False
-    return any(anchor in checkpoint.state for anchor in anchors) or bool(_names_in(checkpoint.path.stem))
+    plain = is_resnet(checkpoint.state)  # torchvision's names, which some of timm's ResNets share
+    if names_like(checkpoint.state) and not plain:
+        return True
+    named = [name for name in _names_in(checkpoint.path.stem) if not (plain and torchvision_knows(name))]
+    return any(fits(name, checkpoint.state) for name in named)
 
 
 formats.register("timm")(CheckpointFormat("timm", _matches, load_timm, rank=40, knows=knows))

@@ -79,6 +79,7 @@ def open_images(
     root: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    limit: int | None = None,
 ) -> ImageSet:
     """Read images from any source, make them square and of one size.
 
@@ -92,12 +93,15 @@ def open_images(
         root: folder that named data sets are looked for in; see ``cdc_plugin.data.named``.
         cache: folder for images that would take more than 2 GB of memory; None keeps them in memory.
         progress: wraps an iterable, given its length and a description, to show how far it is.
+        limit: read at most so many images, evenly spread over the source.
     """
     size = _default_size(source) if input_size is None else input_size
     if size < 8:
         raise UserError(f"the input size is at least 8 pixels; found {size}")
     side = storage_size(size)
     known = _describe(source, side, root)
+    if limit is not None:
+        known = known.sample(limit)
     images, skipped, read_labels = _materialise(known, side, cache, progress)
     lost = {index for index, _ in skipped}
     kept = np.array([index for index in range(len(known)) if index not in lost], dtype=np.int64)

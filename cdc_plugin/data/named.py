@@ -105,6 +105,15 @@ def load_cifar10(root: Path, side: int) -> ImageSource:
     return _arrays("cifar10", np.concatenate([part.data for part in parts]), labels, list(parts[0].classes))
 
 
+def load_cifar100(root: Path, side: int) -> ImageSource:
+    """CIFAR-100 with its 100 fine classes, training and test images together: 60,000 of 32 x 32."""
+    from torchvision.datasets import CIFAR100
+
+    parts = [_torchvision(CIFAR100, root, "cifar-100-python", train=train) for train in (True, False)]
+    labels = np.concatenate([part.targets for part in parts])
+    return _arrays("cifar100", np.concatenate([part.data for part in parts]), labels, list(parts[0].classes))
+
+
 def load_cifar20(root: Path, side: int) -> ImageSource:
     """CIFAR-100 with its 20 superclasses, training and test images together: 60,000 of 32 x 32."""
     from torchvision.datasets import CIFAR100
@@ -175,6 +184,7 @@ def _torchvision(kind: Any, root: Path, folder: str, **part: Any) -> Any:
 
 datasets.register("digits")(NamedDataset(load_digits, 32))
 datasets.register("cifar10")(NamedDataset(load_cifar10, 32))
+datasets.register("cifar100")(NamedDataset(load_cifar100, 32))
 datasets.register("cifar20")(NamedDataset(load_cifar20, 32))
 datasets.register("stl10")(NamedDataset(load_stl10, 96))
 datasets.register("tinyimagenet")(NamedDataset(load_tinyimagenet, 64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,20 @@ class ImageSource:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def sample(self, count: int) -> ImageSource:
+        """At most ``count`` of the images, evenly spread; only these are ever read."""
+        if len(self) <= count:
+            return self
+        chosen = np.linspace(0, len(self) - 1, count).astype(np.int64)
+        content = self.content
+        return replace(
+            self,
+            content=content[chosen] if isinstance(content, np.ndarray) else lambda index: content(int(chosen[index])),
+            names=[self.names[index] for index in chosen],
+            labels=None if self.labels is None else self.labels[chosen],
+            digest=f"{self.digest}-{count}",
+        )
 
 
 class UnreadableImageError(Exception):

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torchvision import models
 
-from cdc_plugin.checkpoints import formats, load_backbone, read_native, timm_nets
+from cdc_plugin.checkpoints import formats, load_backbone, read_native
 from cdc_plugin.checkpoints.architectures import build, skeleton
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, find_format
 from cdc_plugin.checkpoints.reader import read_checkpoint
 from cdc_plugin.checkpoints.strict import compare
-from cdc_plugin.checkpoints.timm_nets import shortlist
 from cdc_plugin.checkpoints.torchvision_nets import resnet_spec
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
@@ -133,23 +132,13 @@ def test_vision_transformer_is_built_for_the_image_size_of_its_positions(tmp_pat
     assert torch.equal(features(backbone, images), features(whole, images))
 
 
-def test_twins_in_names_and_shapes_that_compute_otherwise_are_not_guessed(tmp_path, monkeypatch):
-    twins = ("efficientnet_lite0", "tf_efficientnet_lite0")
-    assert set(twins) <= set(shortlist({"conv_stem.weight": torch.ones(1)}))
-    monkeypatch.setattr(timm_nets, "shortlist", lambda _state: iter(twins))  # the whole one takes seconds
+def test_twins_in_names_and_shapes_that_compute_otherwise_are_not_guessed(tmp_path):
     network = timm.create_model("tf_efficientnet_lite0")
     # Fresh networks hide the difference in padding behind features close to 0.
     state = {k: v + 0.5 if k.endswith("bias") else v for k, v in network.state_dict().items()}
     torch.save(state, tmp_path / "a.pth")
     with pytest.raises(UserError, match=r"efficientnet_lite0, tf_efficientnet_lite0.*--arch"):
         load_backbone(tmp_path / "a.pth")
-
-
-def test_shortlist_of_a_transformer_has_its_width_and_patch():
-    state = {"patch_embed.proj.weight": torch.ones(384, 3, 16, 16), "blocks.0.attn.qkv.weight": torch.ones(1)}
-    names = list(shortlist(state))
-    assert "vit_small_patch16_224" in names
-    assert not [name for name in names if "base" in name or "patch32" in name]
 
 
 def test_architecture_that_does_not_fit_is_refused(tmp_path):

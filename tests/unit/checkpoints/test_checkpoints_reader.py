@@ -4,6 +4,7 @@ import argparse
 import os
 import pickle
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,8 +98,41 @@ def test_bare_pickle_that_would_run_a_command_is_refused(tmp_path):
 def test_pickled_network_is_refused_with_the_advice_to_save_a_state_dict(tmp_path):
     torch.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a.pth")
     message = refused(tmp_path / "a.pth")
-    assert "whole pickled network" in message
+    assert "whole pickled network (torch.nn.modules.container.Sequential)" in message
     assert "state_dict()" in message
+    assert "--trust-checkpoint" in message
+    torch.save({"model": nn.Linear(2, 2), "epoch": 3}, tmp_path / "b.pth")
+    assert "whole pickled network" in refused(tmp_path / "b.pth")
+
+
+def test_pickled_network_opens_for_a_user_who_trusts_it_and_only_then(tmp_path):
+    network = nn.Sequential(nn.Linear(2, 2))
+    for payload in (network, {"model": network, "epoch": 3}):
+        torch.save(payload, tmp_path / "a.pth")
+        checkpoint = read_checkpoint(tmp_path / "a.pth", trust=True)
+        assert torch.equal(checkpoint.state["0.weight"], network[0].weight)
+    assert isinstance(checkpoint.payload["model"], nn.Module)
+
+
+def test_trust_runs_no_code_where_none_is_needed(tmp_path, monkeypatch):
+    def never(*_arguments, **_options):
+        raise AssertionError("opened unsafely")
+
+    torch.save({"state_dict": WEIGHTS, "args": argparse.Namespace(a=1)}, tmp_path / "a.pth")
+    monkeypatch.setattr(torch, "load", never)
+    assert set(read_checkpoint(tmp_path / "a.pth", trust=True).state) == set(WEIGHTS)
+
+
+def test_trusted_file_whose_classes_are_gone_is_one_line(tmp_path):
+    (tmp_path / "a.pth").write_bytes(b"\x80\x02cgone.package\nrun\n)R.")
+    with pytest.raises(UserError, match="although it is trusted") as caught:
+        read_checkpoint(tmp_path / "a.pth", trust=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_network_among_the_settings_does_not_hide_the_weights(tmp_path):
+    torch.save({"state_dict": WEIGHTS, "hyper_parameters": {"loss": nn.CosineSimilarity()}}, tmp_path / "a.pth")
+    assert set(read_checkpoint(tmp_path / "a.pth").state) == set(WEIGHTS)
 
 
 def test_missing_file_names_its_neighbours(tmp_path):
@@ -134,7 +168,7 @@ def test_files_that_are_no_checkpoints_are_told_apart(tmp_path):
         "empty.pth": "is empty",
         "text.pth": "is text",
         "pointer.pth": "git lfs pull",
-        "cut.pth": "cut short",
+        "cut.pth": "damaged or cut short (700 bytes)",
         "cut_legacy.pth": "damaged",
         "cut.safetensors": "safetensors",
         "noise.pth": "something else",
@@ -142,6 +176,45 @@ def test_files_that_are_no_checkpoints_are_told_apart(tmp_path):
     }
     for name, words in expected.items():
         assert words in refused(tmp_path / name), name
+
+
+def test_containers_are_told_by_content_not_by_name(tmp_path):
+    save_file(WEIGHTS, tmp_path / "a.pth")
+    assert set(read_checkpoint(tmp_path / "a.pth").state) == set(WEIGHTS)
+    torch.save(WEIGHTS, tmp_path / "b.safetensors")
+    assert set(read_checkpoint(tmp_path / "b.safetensors").state) == set(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("conv.weight", torch.tensor([1.0, -2e13]), "impossible values in conv.weight"),
+        ("conv.weight", torch.tensor([1.0, float("-inf")]), "NaN or infinite"),
+        ("bn.running_var", torch.tensor([1.0, -0.5]), "impossible values in bn.running_var"),
+        ("conv.weight", torch.tensor([float("nan")]).half(), "NaN or infinite"),
+    ],
+)
+def test_values_that_no_network_has_are_refused(tmp_path, name, value, words):
+    torch.save({name: value, "b": torch.ones(1)}, tmp_path / "a.pth")
+    assert words in refused(tmp_path / "a.pth")
+
+
+def test_half_precision_and_numbers_of_numpy_are_taken(tmp_path):
+    weights = {"a": torch.ones(2).half(), "b": torch.ones(2).bfloat16(), "c": torch.empty(0)}
+    torch.save({"model": weights, "head": np.int64(3), "path": Path("data")}, tmp_path / "a.pth")
+    checkpoint = read_checkpoint(tmp_path / "a.pth")
+    assert checkpoint.state["a"].dtype == torch.float16
+    assert (checkpoint.payload["head"], checkpoint.payload["path"]) == (3, "data")
+
+
+def test_moving_average_is_not_taken_for_the_network():
+    average = {key: value + 1 for key, value in WEIGHTS.items()}
+    for name in ("state_dict_ema", "model_ema"):
+        assert find_state_dict({name: average, "state_dict": WEIGHTS}) == WEIGHTS
+
+
+def test_keys_that_are_no_names_are_left_out():
+    assert find_state_dict(WEIGHTS | {3: torch.ones(1)}) == WEIGHTS
 
 
 def test_payload_without_tensors_and_weights_with_nan_are_refused(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cdc_plugin.checkpoints.strict import compare, load_strictly
+from cdc_plugin.checkpoints.strict import WeightsMismatchError, compare, load_strictly, nearest
 from cdc_plugin.errors import UserError
 
 
@@ -55,3 +55,19 @@ def test_at_most_five_names_of_a_kind_are_listed():
     assert "9 unexpected" in str(caught.value)
     assert "extra4" in str(caught.value)
     assert "extra5" not in str(caught.value)
+
+
+def test_the_error_holds_every_name_and_shape():
+    state = network().state_dict() | {f"extra{number}": torch.ones(1) for number in range(9)}
+    state["1.bias"] = torch.zeros(5)
+    with pytest.raises(WeightsMismatchError) as caught:
+        load_strictly(network(), state, "test")
+    assert len(caught.value.differences.unexpected) == 9
+    assert caught.value.shapes == {"1.bias": ((5,), (4,))}
+
+
+def test_nearest_name_is_none_where_nothing_is_alike():
+    assert nearest("layer1.0.conv1.weight", ["backbone.layer1.0.conv1.weight", "fc.bias"]) == (
+        "backbone.layer1.0.conv1.weight"
+    )
+    assert nearest("conv1.weight", ["queue"]) is None

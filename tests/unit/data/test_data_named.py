@@ -77,6 +77,9 @@ def test_cifar_is_training_and_test_part_together(monkeypatch, tmp_path):
     assert ten.images[:, 0, 0, 0].tolist() == [1] * 40 + [0] * 20
     assert ten.labels[:12].tolist() == [*range(10), 0, 1]
     assert len(ten.class_names) == 10
+    hundred = open_images("cifar100", root=tmp_path)
+    assert hundred.labels[99:102].tolist() == [99, 0, 1]
+    assert len(hundred.class_names) == 100
     twenty = open_images("cifar20", root=tmp_path)
     assert twenty.labels[:100].tolist() == OFFICIAL
     assert twenty.class_names == list(SUPERCLASSES)
@@ -157,5 +160,5 @@ def test_data_folder_is_argument_then_environment_then_default(monkeypatch, tmp_
 
 
 def test_mistyped_name_is_answered_with_the_known_ones():
-    with pytest.raises(UserError, match="cifar10, cifar20"):
+    with pytest.raises(UserError, match="cifar10, cifar100, cifar20"):
         open_images("cifar11")

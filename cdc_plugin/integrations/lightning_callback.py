@@ -1,0 +1,141 @@
+"""``RefineAtEnd``: a Lightning callback that starts the stage when ``fit`` ends, for lightly and modules of one's own.
+
+It takes both ``lightning`` and ``pytorch_lightning``, whichever the program has imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cdc_plugin.checkpoints.formats import load_backbone
+from cdc_plugin.checkpoints.probe import NORMALISATIONS
+from cdc_plugin.config import load_config
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation import Report
+from cdc_plugin.model import Backbone
+from cdc_plugin.pipeline import refine
+from cdc_plugin.tracking import log
+
+LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def callback_base() -> type:
+    """Lightning's ``Callback``, of the library that the program itself uses if both are installed."""
+    for name in sorted(LIBRARIES, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name).Callback
+        except ImportError:
+            continue
+    raise UserError("RefineAtEnd needs Lightning; type: pip install lightning")
+
+
+def wrap(module: nn.Module, input_size: int, mean: Sequence[float] | None, std: Sequence[float] | None) -> Backbone:
+    """A backbone as the pipeline takes it; its number of features is found by a dry pass, in evaluation mode."""
+    weight = next(module.parameters(), torch.zeros(()))
+    module.eval()
+    with torch.no_grad():
+        features = module(torch.zeros(2, 3, input_size, input_size, device=weight.device, dtype=weight.dtype))
+    if not isinstance(features, torch.Tensor) or features.ndim < 2:
+        raise UserError(f"expected a backbone that gives (N, features), found {type(features).__name__}")
+    default_mean, default_std = NORMALISATIONS["imagenet"]
+    assumed = [name for name, value in (("mean", mean), ("std", std)) if value is None]
+    return Backbone(module, features.shape[1], mean or default_mean, std or default_std, input_size, assumed=assumed)
+
+
+def rebuildable(backbone: Backbone) -> Backbone:
+    """The same network with its spec, if the weights tell which it is: ``cdc-predict`` can then build it again."""
+    module, size = backbone.module.eval(), backbone.input_size
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "weights.pt"
+        torch.save({"state_dict": {f"backbone.{name}": value for name, value in module.state_dict().items()}}, path)
+        try:
+            known = load_backbone(path)
+        except UserError:
+            return backbone
+    images = torch.rand(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = module.cpu()(images).flatten(1), known.eval().module(images).flatten(1)
+    if found.shape != expected.shape or (found - expected).abs().max() > 1e-4 * expected.abs().max():
+        return backbone
+    mean, std = backbone.mean.tolist(), backbone.std.tolist()
+    return Backbone(known.module, known.feature_dim, mean, std, size, known.spec, backbone.assumed)
+
+
+class RefineAtEnd:
+    """On the end of ``fit``, refine the module's backbone into calibrated clusters; the report is in ``report``.
+
+    The trained module itself is left as it is. A failure is logged and does not reach the caller of ``fit``.
+
+    Args:
+        data: what `cdc_plugin.refine` takes: a folder, an array, a data set.
+        clusters, out: as there.
+        input_size: side of the square images that the backbone was trained on.
+        mean, std: the normalisation of the training; left out, ImageNet's, checked against the BatchNorm layers.
+        attribute: where the backbone is in the Lightning module, such as ``student_backbone`` or ``model.encoder``.
+        settings: any other setting of `cdc_plugin.refine`, such as ``recipe``, ``epochs`` or ``overwrite``.
+    """
+
+    report: Report | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RefineAtEnd:
+        # The base class is chosen only now: importing this module must not import Lightning.
+        base = callback_base()
+        kind = cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__})
+        return object.__new__(kind)
+
+    def __init__(
+        self,
+        data: Any,
+        clusters: int | None = None,
+        out: str | Path | None = None,
+        *,
+        input_size: int,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        attribute: str = "backbone",
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.data, self.clusters, self.out = data, clusters, out
+        self.input_size, self.mean, self.std = input_size, mean, std
+        self.attribute = attribute
+        self.settings = settings
+        # A wrong setting is refused before the pretraining, not after it.
+        flags = {name: value for name, value in settings.items() if name not in ("recipe", "resume", "overwrite")}
+        load_config(settings.get("recipe"), {**flags, "clusters": clusters})
+
+    def find_backbone(self, module: Any) -> nn.Module:
+        found = module
+        for name in self.attribute.split("."):
+            found = getattr(found, name, None)
+        if not isinstance(found, nn.Module):
+            children = ", ".join(name for name, _ in module.named_children()) or "nothing"
+            raise UserError(
+                f"expected a network as {type(module).__name__}.{self.attribute}, found {found!r}; "
+                f"it holds {children}: name one of them, as in RefineAtEnd(attribute=...)"
+            )
+        return found
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.find_backbone(pl_module)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        try:
+            module = copy.deepcopy(self.find_backbone(pl_module))
+            backbone = rebuildable(wrap(module, self.input_size, self.mean, self.std))
+            self.report = refine(backbone, self.data, self.clusters, out=self.out, **self.settings)
+        except UserError as error:
+            log.error("the clusters were not made, the pretraining is complete: %s", error)
+        except Exception:  # what the caller does after fit, such as saving, must not be lost
+            log.exception("the clusters were not made, the pretraining is complete")

@@ -1,0 +1,1 @@
+"""Recipes as Hydra configuration: ``+cdc=NAME`` once installed, or ``hydra.searchpath: [pkg://cdc_plugin.recipes]``."""

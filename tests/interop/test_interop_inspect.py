@@ -1,0 +1,88 @@
+"""The checkpoint doctor on genuine checkpoints and real images."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cdc_plugin.checkpoints import load_checkpoint
+from cdc_plugin.checkpoints.architectures import build
+from cdc_plugin.checkpoints.verification import verify
+from cdc_plugin.inspection import inspect
+from cdc_plugin.model import Backbone
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
+
+
+def unpack(case, folder):
+    """Path of a case's checkpoint, what it is, and its images (N, 3, S, S) in 0..255."""
+    with zipfile.ZipFile(SHARED / "fixtures" / f"{case}.zip") as archive:
+        archive.extractall(folder)
+    record = json.loads((folder / "case.json").read_text())
+    inputs = torch.from_numpy(np.load(folder / "expected.npz")["inputs"]).float()
+    mean, std = (torch.tensor(record[name]).float().view(1, 3, 1, 1) for name in ("mean", "std"))
+    return folder / record["checkpoint"], record, (inputs * std + mean).mul(255).round().clamp(0, 255)
+
+
+def with_padding(backbone, padding):
+    spec = backbone.spec | {"stem": backbone.spec["stem"] | {"padding": padding}}
+    network, size = build(spec)
+    network.load_state_dict(backbone.module.state_dict())
+    return Backbone(network, size, backbone.mean.tolist(), backbone.std.tolist(), backbone.input_size, spec).eval()
+
+
+@pytest.mark.parametrize(("case", "padding"), [("solo-mocov2plus-r18-cifar", 2), ("cdcfork-mocov2plus-r34-cifar", 1)])
+def test_paddings_and_statistics_that_a_file_states_are_verified(tmp_path, case, padding):
+    path, _, images = unpack(case, tmp_path)
+    backbone = load_checkpoint(path).backbone.eval()
+    assert backbone.spec["stem"]["padding"] == padding
+    assert verify(backbone, images).verdict == "fits"
+    doubted = verify(with_padding(backbone, 3 - padding), images)
+    assert doubted.verdict == "other"
+    assert doubted.variants[0].changed == {"stem.padding": padding}
+    wrong = Backbone(backbone.module, backbone.feature_dim, (0.5,) * 3, (0.5,) * 3, 32, backbone.spec)
+    assert "CIFAR-10's mean and std" in verify(wrong, images).words
+
+
+@pytest.mark.parametrize("name", ["digits", "fashion5k"])
+def test_trained_backbones_fit_their_images_and_beat_random_weights(name):
+    found = inspect(SHARED / "backbones" / f"{name}_resnet18w16.pt", str(SHARED / "data" / f"{name}.npz"))["images"]
+    assert found["batchnorm"]["verdict"] == "fits"
+    assert not found["features"]["collapsed"]
+    near = found["neighbours"]
+    assert near["better"]
+    assert near["trained"]["kept"] > 3 * near["random"]["kept"]
+
+
+def test_images_of_another_kind_are_told():
+    found = inspect(SHARED / "backbones" / "digits_resnet18w16.pt", str(SHARED / "data" / "cifar10_5k.npz"))["images"]
+    assert found["batchnorm"]["verdict"] == "unlike"
+
+
+@pytest.mark.parametrize("case", ["cc", "lightly-simsiam-timm-r18"])
+def test_enlarged_images_are_told_from_those_of_the_training(tmp_path, case):
+    path, record, images = unpack(case, tmp_path)
+    large = torch.nn.functional.interpolate(images[:16], size=128, mode="bilinear")
+    found = verify(load_checkpoint(path).backbone.eval(), large)
+    assert found.variants[0].changed["input_size"] == record["input_size"]
+
+
+@pytest.mark.parametrize(
+    ("case", "heads", "used"), [("scan-scan-model", [10, 10, 10], [0]), ("cdc-official-checkpoint", [10, 10], [0, 1])]
+)
+def test_all_heads_of_a_clustering_network_are_found(tmp_path, case, heads, used):
+    path, *_ = unpack(case, tmp_path)
+    found = inspect(path)
+    assert [head["clusters"] for head in found["heads"]] == heads
+    assert found["heads_used"] == used
+
+
+def test_momentum_branch_is_found(tmp_path):
+    path, *_ = unpack("solo-mocov2plus-r18-cifar", tmp_path)
+    found = inspect(path)
+    assert found["branches"] == ["online", "momentum"]
+    assert found["branch_used"] == "online"

@@ -1,0 +1,438 @@
+"""Exports are fed back through the libraries they are for, and through our own loader."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torchvision import models
+
+from cdc_plugin import exports
+from cdc_plugin.checkpoints import load_backbone, load_checkpoint
+from cdc_plugin.checkpoints.architectures import build
+from cdc_plugin.cli_export import TARGETS, export_command
+from cdc_plugin.clusterer import Clusterer, load_model
+from cdc_plugin.errors import UserError
+from cdc_plugin.exports import export_model, onnx_graph
+from cdc_plugin.exports.torchvision_state import loading_code
+from cdc_plugin.heads import ClusterHead
+from cdc_plugin.model import Backbone
+
+ROOT = Path(__file__).resolve().parents[2]
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+RESNET18 = {"family": "resnet", "block": "basic", "depths": [2, 2, 2, 2], "widths": [64, 128, 256, 512]}
+SMALL_STEM = {"kernel": 3, "stride": 1, "padding": 2, "pool": False}
+SMALL_RESNET18 = {**RESNET18, "stem": SMALL_STEM}
+SHUFFLENET = {"family": "torchvision", "name": "shufflenet_v2_x0_5", "kwargs": {}}
+TEST_VIT = {"family": "timm", "name": "test_vit", "kwargs": {"img_size": 32, "num_heads": 4, "patch_size": 8}}
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def clusterer(spec, clusters=4):
+    """A model with random weights and BatchNorm statistics that are not those of a new layer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network, feature_dim = build(spec)
+        heads = [ClusterHead(feature_dim, 6, clusters) for _ in range(2)]
+        for layer in (layer for part in (network, *heads) for layer in part.modules()):
+            if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
+                layer.running_mean.uniform_(-0.2, 0.2)
+                layer.running_var.uniform_(0.5, 1.5)
+                nn.init.uniform_(layer.weight, 0.5, 1.0)
+                nn.init.uniform_(layer.bias, -0.2, 0.2)
+    return Clusterer(Backbone(network, feature_dim, MEAN, STD, 32, spec), *heads).eval()
+
+
+def result_folder(folder, spec):
+    folder.mkdir()
+    clusterer(spec).save(folder, {"epochs": 3})
+    return folder
+
+
+@torch.no_grad()
+def features(network):
+    return network.eval()(IMAGES)
+
+
+def run_lines(lines):
+    """What the lines of code that an export prints make of ``model``."""
+    names = {}
+    exec("\n".join(lines), names)
+    return names["model"]
+
+
+@pytest.fixture(scope="module")
+def resnet18(tmp_path_factory):
+    return result_folder(tmp_path_factory.mktemp("run") / "resnet18", RESNET18)
+
+
+@pytest.fixture(scope="module")
+def small_resnet18(tmp_path_factory):
+    return result_folder(tmp_path_factory.mktemp("run") / "small", SMALL_RESNET18)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    return result_folder(tmp_path_factory.mktemp("run") / "vit", TEST_VIT)
+
+
+@pytest.fixture(scope="module")
+def shufflenet(tmp_path_factory):
+    return result_folder(tmp_path_factory.mktemp("run") / "shufflenet", SHUFFLENET)
+
+
+@pytest.fixture(scope="module")
+def tiny_resnet(tmp_path_factory):
+    spec = {**SMALL_RESNET18, "depths": [1, 1, 1, 1], "widths": [8, 8, 8, 8]}
+    return result_folder(tmp_path_factory.mktemp("run") / "tiny", spec)
+
+
+def test_timm_loads_the_folder_in_each_of_its_three_ways(resnet18, tmp_path):
+    written = export_model(resnet18, "timm", tmp_path / "out")
+    expected = features(load_model(resnet18).backbone)
+    file = str(tmp_path / "out" / "model.safetensors")
+    overlay = {"file": file}
+    for model in (
+        run_lines(written.load),
+        timm.create_model("resnet18", pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0),
+        timm.create_model("resnet18", checkpoint_path=file, num_classes=0),
+    ):
+        assert torch.equal(features(model), expected)
+
+
+def test_timm_knows_how_the_images_must_look(vit, tmp_path):
+    model = run_lines(export_model(vit, "timm", tmp_path / "out").load)
+    wanted = timm.data.resolve_model_data_config(model)
+    assert (list(wanted["mean"]), list(wanted["std"])) == (MEAN, STD)
+    assert list(wanted["input_size"]) == [3, 32, 32]
+    assert wanted["crop_pct"] == 1.0
+
+
+def test_arguments_that_no_weight_shows_reach_timm(vit, tmp_path):
+    written = export_model(vit, "timm", tmp_path / "out")
+    assert torch.equal(features(run_lines(written.load)), features(load_model(vit).backbone))
+    assert written.network == "test_vit"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_args"] == {**TEST_VIT["kwargs"], "num_classes": 0}
+
+
+def test_timm_gives_the_backbone_a_new_classifier(vit, tmp_path):
+    export_model(vit, "timm", tmp_path / "out")
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=7)
+    assert model.eval()(IMAGES).shape == (3, 7)
+    assert torch.equal(model.cls_token, load_model(vit).backbone.module.cls_token)
+
+
+@pytest.mark.parametrize("spec", [RESNET18, SMALL_RESNET18])
+def test_the_printed_lines_load_the_state_dict_into_torchvision(spec, tmp_path):
+    model = clusterer(spec)
+    written = export_model(model, "torchvision", tmp_path / "resnet18.pth")
+    assert written.network == "resnet18"
+    assert torch.equal(features(run_lines(written.load)), features(model.backbone))
+    assert bool(written.notes) == ("stem" in spec)
+
+
+def test_networks_of_torchvision_lose_nothing_but_their_classifier(shufflenet, tmp_path):
+    written = export_model(shufflenet, "torchvision", tmp_path / "shufflenet.pth")
+    assert torch.equal(features(run_lines(written.load)), features(load_model(shufflenet).backbone))
+
+
+@pytest.mark.parametrize("stem", [{}, {"padding": 2}, {"pool": True}, {"stride": 2}])
+def test_every_part_of_an_unusual_stem_is_in_the_lines(stem):
+    lines = loading_code("resnet18", {**RESNET18, "stem": {**SMALL_STEM, "padding": 1, **stem}}, Path("r.pth"))
+    stride, padding = stem.get("stride", 1), stem.get("padding", 1)
+    assert f"model.conv1 = torch.nn.Conv2d(3, 64, 3, stride={stride}, padding={padding}, bias=False)" in lines
+    assert ("model.maxpool = torch.nn.Identity()" in lines) is not stem.get("pool", False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "to", "file"),
+    [
+        (TEST_VIT, "timm", "out"),
+        (SHUFFLENET, "torchvision", "r.pth"),
+        (SMALL_RESNET18, "torchvision", "r.pth"),
+        (SMALL_RESNET18, "solo-learn", "out"),
+    ],
+)
+def test_our_loader_reads_an_export_back_exactly(spec, to, file, tmp_path):
+    model = clusterer(spec)
+    export_model(model, to, tmp_path / file)
+    back = load_backbone(tmp_path / file)
+    assert torch.equal(features(back), features(model.backbone))
+    assert back.mean.tolist() == pytest.approx(MEAN)
+    assert back.std.tolist() == pytest.approx(STD)
+    assert (back.input_size, back.assumed) == (32, ())
+
+
+def test_export_without_its_description_is_still_read(vit, tmp_path):
+    export_model(vit, "timm", tmp_path / "out")
+    (tmp_path / "out" / "model.json").unlink()
+    loaded = load_checkpoint(tmp_path / "out")
+    assert loaded.format == "timm"
+    assert torch.equal(features(loaded.backbone), features(load_model(vit).backbone))
+    assert loaded.backbone.mean.tolist() == pytest.approx(MEAN)
+
+
+def test_weights_that_lie_beside_an_export_are_not_taken_for_it(shufflenet, tiny_checkpoint, tmp_path):
+    export_model(shufflenet, "torchvision", tmp_path / "model.pth")
+    (tmp_path / "other.pt").write_bytes(tiny_checkpoint.read_bytes())
+    assert load_checkpoint(tmp_path / "other.pt").format == "torchvision"
+    assert load_backbone(tmp_path / "other.pt").feature_dim == 8
+    assert load_checkpoint(tmp_path / "model.pth").format == "native"
+
+
+@pytest.mark.parametrize("spec", [SMALL_RESNET18, RESNET18])
+def test_solo_learn_gets_a_run_folder_with_the_names_it_expects(spec, tmp_path):
+    model = clusterer(spec)
+    written = export_model(model, "solo-learn", tmp_path / "run")
+    small = "stem" in spec
+    payload = torch.load(written.files[0], weights_only=True)
+    arguments = json.loads((tmp_path / "run" / "args.json").read_text())
+    assert written.files[0].name == "cdc-resnet18-ep=0.ckpt"
+    assert arguments["backbone"] == {"name": "resnet18", "kwargs": {}}
+    assert arguments["data"]["dataset"] == ("cifar10" if small else "custom")
+    assert f"data.dataset={arguments['data']['dataset']}" in written.load[0]
+    # The network that solo-learn's linear evaluation builds.
+    network = models.resnet18()
+    network.fc = nn.Identity()
+    if small:
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=2, bias=False)
+        network.maxpool = nn.Identity()
+    network.load_state_dict({key.removeprefix("backbone."): value for key, value in payload["state_dict"].items()})
+    assert torch.equal(features(network), features(model.backbone))
+
+
+def test_epochs_are_in_the_name_and_a_repeated_export_leaves_one_checkpoint(small_resnet18, tmp_path):
+    export_model(clusterer(SMALL_RESNET18), "solo-learn", tmp_path / "run")
+    export_model(small_resnet18, "solo-learn", tmp_path / "run", overwrite=True)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["args.json", "cdc-resnet18-ep=3.ckpt", "cdc-resnet18-ep=3.json"]
+
+
+def test_heads_of_attention_decide_which_of_its_transformers_solo_learn_builds(tmp_path):
+    spec = {"family": "timm", "name": "vit_tiny_patch16_224", "kwargs": {"img_size": 32, "patch_size": 8, "depth": 12}}
+    for heads, method in ((3, "base"), (12, "mae")):
+        model = clusterer({**spec, "kwargs": {**spec["kwargs"], "num_heads": heads}})
+        model.backbone.module.pos_embed.data[:, 0] = 0  # as the fixed embeddings of mae have it
+        written = export_model(model, "solo-learn", tmp_path / method)
+        assert f"pretrain_method={method}" in written.load[0]
+        arguments = json.loads((tmp_path / method / "args.json").read_text())
+        assert arguments["backbone"] == {"name": "vit_tiny", "kwargs": {"patch_size": 8, "img_size": 32}}
+
+
+def test_padding_that_solo_learn_would_not_have_is_refused(tmp_path):
+    model = clusterer({**RESNET18, "stem": {**SMALL_STEM, "padding": 1}})
+    with pytest.raises(UserError, match=r"padding 2 and no max-pool, the model is ResNet-18.* padding 1") as refusal:
+        export_model(model, "solo-learn", tmp_path / "run")
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])
+def test_widths_that_a_library_does_not_have_are_refused(to, tiny_resnet, tmp_path):
+    out = tmp_path / ("r.pth" if to == "torchvision" else "out")
+    with pytest.raises(UserError, match=r"has no network that computes .* widths 8/8/8/8.*--to onnx"):
+        export_model(tiny_resnet, to, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_stem_is_refused_for_timm(small_resnet18, tmp_path):
+    with pytest.raises(UserError, match=r"timm has no network .*stem 3x3.*--to torchvision"):
+        export_model(small_resnet18, "timm", tmp_path / "out")
+
+
+def test_solo_learn_lacks_the_resnet34(tmp_path):
+    model = clusterer({**SMALL_RESNET18, "depths": [3, 4, 6, 3]})
+    with pytest.raises(UserError, match="solo-learn has no network that computes what the model does"):
+        export_model(model, "solo-learn", tmp_path / "run")
+
+
+def test_statistics_that_solo_learn_fixes_are_told(tmp_path):
+    model = clusterer(SMALL_RESNET18)
+    (note,) = export_model(model, "solo-learn", tmp_path / "a").notes
+    assert "0.4914" in note
+    assert "[0.5, 0.4, 0.3]" in note
+    model.backbone.mean[:], model.backbone.std[:] = torch.tensor([[0.4914, 0.4822, 0.4465], [0.247, 0.2435, 0.2616]])
+    assert export_model(model, "solo-learn", tmp_path / "b").notes == ()
+
+
+def test_guessed_stem_is_not_passed_on_as_a_fact(tiny_checkpoint, tmp_path):
+    with pytest.raises(UserError, match=r"does not state its stem's pool, padding, stride.*cdc-refine"):
+        export_model(tiny_checkpoint, "torchvision", tmp_path / "r.pth")
+
+
+def test_assumed_statistics_stay_assumed(tmp_path):
+    model = clusterer(SHUFFLENET)
+    model.backbone.assumed = ("mean", "std")
+    written = export_model(model, "torchvision", tmp_path / "out.pth")
+    assert any("does not state mean, std:" in note for note in written.notes)
+    assert load_backbone(tmp_path / "out.pth").assumed == ("mean", "std")
+
+
+class OwnNetwork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+@pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])
+def test_network_of_a_users_own_class_is_refused(to, tmp_path):
+    model = Backbone(OwnNetwork(), 5, MEAN, STD, 32)
+    with pytest.raises(UserError, match=r"a network of the user's own class.*onnx"):
+        export_model(model, to, tmp_path / ("r.pth" if to == "torchvision" else "out"))
+
+
+def test_torchvision_network_that_a_user_passed_as_an_object_is_recognised(tmp_path):
+    network = models.resnet18()
+    network.fc = nn.Identity()
+    model = Backbone(network, 512, MEAN, STD, 32)
+    export_model(model, "timm", tmp_path / "timm")
+    assert torch.equal(features(load_backbone(tmp_path / "timm")), features(model))
+
+
+def test_nothing_is_replaced_unasked(shufflenet, vit, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.json").write_text("mine")
+    (tmp_path / "r.json").write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty \(config.json\).*--overwrite"):
+        export_model(vit, "timm", tmp_path / "full")
+    with pytest.raises(UserError, match=r"r.json is already there.*--overwrite"):
+        export_model(shufflenet, "torchvision", tmp_path / "r.pth")
+    assert (tmp_path / "full" / "config.json").read_text() == (tmp_path / "r.json").read_text() == "mine"
+    export_model(shufflenet, "torchvision", tmp_path / "r.pth", overwrite=True)
+    assert json.loads((tmp_path / "r.json").read_text())["weights"] == "r.pth"
+
+
+def test_results_of_a_run_are_never_replaced(shufflenet):
+    before = sorted(path.name for path in shufflenet.iterdir())
+    for to, out in (("timm", shufflenet), ("torchvision", shufflenet / "model.pth")):
+        with pytest.raises(UserError, match="is a result folder of cdc-refine"):
+            export_model(shufflenet, to, out, overwrite=True)
+    assert sorted(path.name for path in shufflenet.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("to", "out", "message"),
+    [
+        ("timm", "file.txt", "is a file; give the path of a folder"),
+        ("torchvision", "", r"is a folder; give the path of a file, such as .*resnet18.pth"),
+        ("torchvision", "net.onnx", r"takes a .pth or .pt file"),
+        ("torchvision", "none/net.pth", "there is no folder"),
+        ("onnx", "net.pth", r"takes a .onnx file"),
+        ("keras", "out", "goes to one of solo-learn, timm, torchvision, onnx"),
+    ],
+)
+def test_impossible_outputs_are_refused(to, out, message, vit, tmp_path):
+    (tmp_path / "file.txt").write_text("mine")
+    with pytest.raises(UserError, match=message):
+        export_model(vit, to, tmp_path / out)
+    assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_exported_weights_are_those_of_the_result(vit, tmp_path):
+    export_model(vit, "timm", tmp_path / "out")
+    kept = load_file(vit / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, kept[f"backbone.{name}"])
+
+
+def test_missing_onnx_packages_are_named_with_what_to_type(tiny_resnet, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    monkeypatch.setattr(onnx_graph, "PACKAGES", ("onnxscript",))
+    with pytest.raises(UserError, match=r"needs onnxscript; type: pip install 'cdc-plugin\[onnx\]'"):
+        export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
+
+
+def onnx_session(file):
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    return runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture
+def _onnx():
+    for package in onnx_graph.PACKAGES:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_onnx_graph_predicts_for_any_number_of_images(tiny_resnet, tmp_path):
+    model = load_model(tiny_resnet)
+    export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
+    session = onnx_session(tmp_path / "m.onnx")
+    pixels = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    with torch.no_grad():
+        wanted = model((pixels - mean) / std).softmax(dim=1)
+        wanted_features = model.backbone((pixels - mean) / std)
+    for count in (1, 5):
+        probabilities, found = session.run(["probabilities", "features"], {"images": pixels[:count].numpy()})
+        torch.testing.assert_close(torch.from_numpy(probabilities), wanted[:count], rtol=0, atol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(found), wanted_features[:count], rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_onnx_file_says_what_it_wants(tiny_resnet, tmp_path):
+    import onnx
+
+    export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
+    session = onnx_session(tmp_path / "m.onnx")
+    (wanted,) = session.get_inputs()
+    facts = session.get_modelmeta().custom_metadata_map
+    assert (wanted.name, wanted.type, wanted.shape[1:]) == ("images", "tensor(float)", [3, 32, 32])
+    assert isinstance(wanted.shape[0], str)
+    assert [output.name for output in session.get_outputs()] == ["probabilities", "features"]
+    assert (json.loads(facts["mean"]), facts["clusters"], facts["input_size"]) == (MEAN, "4", "32")
+    assert onnx.load(str(tmp_path / "m.onnx")).opset_import[0].version == onnx_graph.OPSET
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_users_own_class_can_become_a_graph_of_features(tmp_path):
+    model = Backbone(OwnNetwork(), 5, MEAN, STD, 32)
+    written = export_model(model, "onnx", tmp_path / "own.onnx")
+    assert [output.name for output in onnx_session(tmp_path / "own.onnx").get_outputs()] == ["features"]
+    assert any("features only" in note for note in written.notes)
+
+
+@pytest.mark.usefixtures("_onnx")
+def test_graph_that_computes_something_else_is_not_kept(tiny_resnet, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
+    with pytest.raises(UserError, match="nothing was written"):
+        export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_names_the_files_and_how_to_load_them(vit, tmp_path, capsys):
+    export_command(["--model", str(vit), "--to", "timm", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert "test_vit for timm" in printed.out
+    assert f'timm.create_model("local-dir:{tmp_path / "out"}", pretrained=True)' in printed.out
+    assert printed.err == ""
+
+
+def test_refusals_of_the_command_are_one_line(tiny_resnet, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        export_command(["--model", str(tiny_resnet), "--to", "timm", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1)
+    assert printed.err.startswith("cdc-export: error: timm has no network")
+
+
+def test_help_answers_without_torch_and_names_every_target():
+    code = (
+        "import sys; from cdc_plugin import cli_export; print(cli_export.export_parser().format_help());"
+        "assert not {'torch', 'numpy', 'omegaconf', 'timm'} & set(sys.modules), sorted(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert tuple(exports.TARGETS) == TARGETS
+    assert all(target in shown.stdout for target in TARGETS)

@@ -1,0 +1,403 @@
+"""The stage inside other tools: Hydra's search path, its callback at the end of a job, and Lightning's."""
+
+import importlib.metadata
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import types
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from cdc_plugin import UserError, load_model
+from cdc_plugin.checkpoints.solo_args import run_defaults
+from cdc_plugin.config import load_config, recipe_folder, recipe_names, to_yaml
+from cdc_plugin.integrations import lightning_callback
+from cdc_plugin.integrations.lightning_callback import RefineAtEnd, rebuildable, wrap
+
+SOLO_YAML = """
+defaults:
+  - _self_
+  - override hydra/hydra_logging: disabled
+  - override hydra/job_logging: disabled
+hydra:
+  output_subdir: null
+  run:
+    dir: .
+name: tiny
+method: simclr
+data:
+  num_classes: 7
+checkpoint:
+  dir: trained
+"""
+
+# Writes its run folder as solo-learn does, and shows the command that the callback would run.
+SOLO_APP = """
+import json, sys
+from pathlib import Path
+
+import hydra
+from omegaconf import OmegaConf
+
+import cdc_plugin.integrations.hydra_callback as callback
+
+
+def show(words, **rest):
+    print("COMMAND", *words[1:])
+    return callback.subprocess.CompletedProcess(words, 3)
+
+
+callback.subprocess.run = show
+
+
+@hydra.main(version_base="1.2", config_path=".")
+def main(cfg):
+    folder = Path(cfg.checkpoint.dir) / cfg.method / "0"
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps(OmegaConf.to_container(cfg)))
+
+
+main()
+"""
+
+
+def composed(overrides, folder):
+    """The config that an application gets which has only its own YAML and the search path plug-in."""
+    pytest.importorskip("hydra", reason="hydra-core is not installed")
+    from hydra import compose, initialize_config_dir
+    from hydra.core.plugins import Plugins
+    from omegaconf import OmegaConf
+
+    from cdc_plugin.integrations.hydra_searchpath import RecipeSearchPath
+
+    (folder / "solo.yaml").write_text(SOLO_YAML)
+    Plugins.instance().register(RecipeSearchPath)
+    with initialize_config_dir(str(folder), version_base="1.2"):
+        return OmegaConf.to_container(compose("solo", overrides), resolve=True)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_comes_out_of_hydra_as_it_goes_in(name, tmp_path):
+    node = composed([f"+cdc={name}"], tmp_path)["cdc"]
+    again = tmp_path / "again.yaml"
+    again.write_text(json.dumps(node))
+    assert to_yaml(load_config(again)) == to_yaml(load_config(name))
+
+
+def test_the_recipe_is_a_node_of_its_own_that_can_be_overridden_and_refer_to_the_rest(tmp_path):
+    found = composed(["+cdc=cifar10", "cdc.epochs=3", "cdc.clusters=${data.num_classes}", "+cdc.seed=5"], tmp_path)
+    assert (found["cdc"]["epochs"], found["cdc"]["clusters"], found["cdc"]["seed"]) == (3, 7, 5)
+    assert found["data"] == {"num_classes": 7}
+
+
+def test_the_recipes_come_last_in_the_search_path_so_that_they_hide_nothing():
+    pytest.importorskip("hydra", reason="hydra-core is not installed")
+    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+
+    from cdc_plugin.integrations.hydra_searchpath import RecipeSearchPath
+
+    search_path = ConfigSearchPathImpl()
+    search_path.append("main", "pkg://solo")
+    RecipeSearchPath().manipulate_search_path(search_path)
+    assert [element.provider for element in search_path.get_path()] == ["main", "cdc-plugin"]
+    folder = Path(search_path.get_path()[-1].path.removeprefix("file://"))
+    assert (folder / "cdc" / "cifar10.yaml").is_file()
+    assert (folder / "__init__.py").is_file()  # without it Hydra does not take pkg://cdc_plugin.recipes
+
+
+def test_an_installed_package_brings_its_hydra_plugin():
+    try:
+        files = importlib.metadata.files("cdc-plugin") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("runs from a checkout that is not installed")
+    assert "hydra_plugins/cdc_plugin_searchpath.py" in {file.as_posix() for file in files}
+
+
+def test_a_finished_job_starts_the_stage_on_its_run_folder_and_survives_its_failure(tmp_path):
+    pytest.importorskip("hydra", reason="hydra-core is not installed")
+    (tmp_path / "solo.yaml").write_text(SOLO_YAML)
+    (tmp_path / "app.py").write_text(SOLO_APP)
+    where = f"hydra.searchpath=[file://{recipe_folder().parent}]"
+    more = "hydra.callbacks.cdc_refine.options=[--epochs,3]"
+    done = subprocess.run(
+        [sys.executable, "app.py", "--config-name", "solo", where, "+cdc=digits", "hydra/callbacks=cdc_refine", more],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    run = Path("trained/simclr/0")
+    assert f"COMMAND -m cdc_plugin --backbone {run} --out {run / 'cdc'} --epochs 3" in done.stdout
+    assert f"To try again: cdc-refine --backbone {run}" in done.stderr
+    assert json.loads((tmp_path / run / "args.json").read_text())["cdc"]["data"] == "digits"
+
+
+@pytest.mark.parametrize(
+    ("data", "recipe", "expected"),
+    [
+        ({"dataset": "custom", "train_path": "photos"}, "cifar10", "photos"),
+        ({"dataset": "cifar100", "train_path": "photos"}, "cifar20", "cifar20"),
+        ({"dataset": "custom", "train_path": "not/here"}, "cifar10", "cifar10"),
+    ],
+    ids=["own images", "same files", "images gone"],
+)
+def test_of_a_recipe_the_settings_are_taken_but_not_other_images_and_statistics(tmp_path, data, recipe, expected):
+    (tmp_path / "photos").mkdir()
+    node = json.loads(json.dumps(asdict(load_config(recipe, {"epochs": 3}))))
+    args = {"method": "simclr", "backbone": {"name": "resnet18"}, "data": data, "augmentations": [{"crop_size": 24}]}
+    (tmp_path / "args.json").write_text(json.dumps({**args, "cdc": node}))
+    found = run_defaults(tmp_path)
+    assert Path(found["data"]).name == expected
+    assert found["epochs"] == 3
+    assert not {"mean", "std", "input_size"} & set(found)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A callback whose job has written a run folder, and the commands it would run."""
+    pytest.importorskip("hydra", reason="hydra-core is not installed")
+    from hydra.core.utils import JobReturn, JobStatus
+    from omegaconf import OmegaConf
+
+    from cdc_plugin.integrations import hydra_callback
+
+    for name in hydra_callback.RANKS:
+        monkeypatch.delenv(name, raising=False)
+    commands = []
+
+    def note(words, env, **rest):
+        commands.append((words, env))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(hydra_callback.subprocess, "run", note)
+    config = OmegaConf.create({"name": "tiny", "method": "byol", "checkpoint": {"dir": str(tmp_path)}})
+    callback = hydra_callback.RefineWhenPretrained()
+    callback.on_job_start(config)
+    ended = JobReturn(cfg=config, status=JobStatus.COMPLETED)
+
+    def write(run_id, **other):
+        folder = tmp_path / "byol" / run_id
+        folder.mkdir(parents=True)
+        (folder / "args.json").write_text(
+            json.dumps({**OmegaConf.to_container(config), **other, "wandb_run_id": run_id})
+        )
+        return folder
+
+    return types.SimpleNamespace(
+        callback=callback, config=config, ended=ended, write=write, commands=commands, failed=JobStatus.FAILED
+    )
+
+
+def test_runs_of_before_are_left_alone(job):
+    old = job.write("old") / "args.json"
+    os.utime(old, (time.time() - 3600,) * 2)
+    new = job.write("new")
+    job.callback.on_job_end(job.config, job.ended)
+    assert job.commands[0][0][2:] == ["cdc_plugin", "--backbone", str(new), "--out", str(new / "cdc")]
+
+
+def test_of_runs_at_the_same_time_the_one_with_this_config_is_taken(job):
+    own = job.write("own")
+    job.write("other", name="large")
+    job.callback.on_job_end(job.config, job.ended)
+    assert job.commands[0][0][4] == str(own)
+
+
+def test_results_of_before_are_kept(job):
+    run = job.write("0")
+    (run / "cdc").mkdir()
+    job.callback.on_job_end(job.config, job.ended)
+    assert job.commands[0][0][-1] == str(run / "cdc-2")
+
+
+@pytest.mark.parametrize("runs", [(), ("a", "b")])
+def test_where_the_run_folder_is_not_certain_nothing_is_started(job, caplog, runs):
+    for name in runs:
+        job.write(name)
+    logging.getLogger("cdc_plugin.hydra").disabled = True  # as Hydra's logging leaves it
+    job.callback.on_job_end(job.config, job.ended)
+    assert not job.commands
+    assert "the pretraining is complete: expected one run folder" in caplog.text
+
+
+def test_a_failed_job_and_other_ranks_start_nothing(job, monkeypatch):
+    job.write("0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    job.callback.on_job_end(job.config, job.ended)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    job.ended.status = job.failed
+    job.callback.on_job_end(job.config, job.ended)
+    assert not job.commands
+
+
+def test_the_stage_does_not_join_the_process_group_of_the_pretraining(job, monkeypatch):
+    job.write("0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    job.callback.on_job_end(job.config, job.ended)
+    assert not {"WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"} & set(job.commands[0][1])
+
+
+class Callback:
+    """What Lightning's base class is to a callback: somebody who has all the other hooks."""
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A Lightning that takes no seconds to import."""
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", types.SimpleNamespace(Callback=Callback))
+
+
+def pretrained(**parts):
+    module = nn.Module()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def small_network():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+
+
+def squares(count=40):
+    """Dark and bright images, so that there is something to find."""
+    images = np.random.default_rng(0).integers(0, 60, (count, 8, 8, 3), dtype=np.uint8)
+    images[::2] += 180
+    return images
+
+
+def test_the_callback_is_one_of_the_library_at_hand(library):
+    callback = RefineAtEnd(squares(), 2, input_size=8)
+    assert isinstance(callback, Callback)
+    assert isinstance(callback, RefineAtEnd)
+
+
+def test_of_two_libraries_the_one_in_use_is_taken(monkeypatch):
+    monkeypatch.delitem(sys.modules, "lightning.pytorch", raising=False)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", types.SimpleNamespace(Callback=Callback))
+    assert lightning_callback.callback_base() is Callback
+
+
+def test_without_lightning_one_line_says_what_to_install(monkeypatch):
+    for name in lightning_callback.LIBRARIES:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match="pip install lightning"):
+        RefineAtEnd(squares(), 2, input_size=8)
+
+
+def test_the_end_of_fit_gives_clusters_and_leaves_the_module_alone(library, tmp_path):
+    module = pretrained(model=pretrained(encoder=small_network()))
+    module.train()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    callback = RefineAtEnd(
+        squares(), 2, tmp_path / "out", input_size=8, attribute="model.encoder", epochs=1, hidden=16, seed=3
+    )
+    callback.on_fit_end(types.SimpleNamespace(is_global_zero=True), module)
+    assert callback.report is not None
+    assert callback.report.folder == tmp_path / "out"
+    assert callback.report.metrics["seed"] == 3
+    assert len(callback.report.predictions) == 40
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(part.training for part in module.modules())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_network_that_its_weights_tell_can_be_built_again_without_the_module(library, tmp_path, known):
+    network = torchvision.models.resnet18() if known else small_network()
+    if known:
+        network = nn.Sequential(*list(network.children())[:-1])  # as lightly's examples cut it
+    callback = RefineAtEnd(squares(), 2, tmp_path / "out", input_size=8, epochs=0, hidden=16)
+    callback.on_fit_end(types.SimpleNamespace(is_global_zero=True), pretrained(backbone=network))
+    described = json.loads((tmp_path / "out" / "model.json").read_text())["backbone"]
+    assert (described["spec"] is not None) is known
+    if known:
+        assert load_model(tmp_path / "out").backbone.feature_dim == 512
+
+
+def test_a_network_with_familiar_weights_but_other_features_is_kept_as_it_is():
+    class Doubled(nn.Sequential):
+        def forward(self, images):
+            return 2 * super().forward(images)
+
+    module = Doubled(*list(torchvision.models.resnet18().children())[:-1])
+    backbone = wrap(module, 32, None, None)
+    assert rebuildable(backbone) is backbone
+
+
+def test_only_the_first_process_makes_clusters(library, tmp_path):
+    callback = RefineAtEnd(squares(), 2, tmp_path / "out", input_size=8)
+    callback.on_fit_end(types.SimpleNamespace(is_global_zero=False), pretrained(backbone=small_network()))
+    assert callback.report is None
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "backbone"),
+    [("no/such/folder", small_network()), (squares(), nn.Conv2d(5, 8, 3))],
+    ids=["data", "forward"],
+)
+def test_a_failure_is_logged_and_does_not_reach_the_caller_of_fit(library, tmp_path, caplog, data, backbone):
+    callback = RefineAtEnd(data, 2, tmp_path / "out", input_size=8)
+    callback.on_fit_end(types.SimpleNamespace(is_global_zero=True), pretrained(backbone=backbone))
+    assert callback.report is None
+    assert "the pretraining is complete" in caplog.text
+
+
+def test_mistakes_are_refused_before_the_pretraining(library):
+    with pytest.raises(UserError, match="did you mean epochs"):
+        RefineAtEnd(squares(), 2, input_size=8, epoch=3)
+    callback = RefineAtEnd(squares(), 2, input_size=8)
+    with pytest.raises(UserError, match=r"expected a network as Module.backbone, found None; it holds encoder"):
+        callback.on_fit_start(None, pretrained(encoder=small_network()))
+
+
+def test_features_are_counted_and_a_normalisation_that_was_not_given_counts_as_assumed():
+    backbone = wrap(small_network(), 8, None, None)
+    assert (backbone.feature_dim, backbone.input_size, backbone.assumed) == (8, 8, ("mean", "std"))
+    assert wrap(small_network(), 8, [0.5] * 3, [0.2] * 3).assumed == ()
+
+
+@pytest.mark.parametrize("name", lightning_callback.LIBRARIES)
+def test_a_real_trainer_runs_the_callback(tmp_path, monkeypatch, name):
+    lightning = pytest.importorskip(name, reason="this Lightning is not installed")
+    for other in set(lightning_callback.LIBRARIES) - {name}:
+        monkeypatch.delitem(sys.modules, other, raising=False)
+
+    class Pretraining(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.backbone = small_network()
+
+        def training_step(self, batch, _):
+            return self.backbone(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    callback = RefineAtEnd(squares(), 2, tmp_path / "out", input_size=8, epochs=1, hidden=16, device="cpu")
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    images = torch.from_numpy(squares()).permute(0, 3, 1, 2).float() / 255
+    trainer.fit(Pretraining(), torch.utils.data.DataLoader(images, batch_size=20))
+    assert callback.report is not None
+    assert (tmp_path / "out" / "predictions.csv").is_file()
