@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats import Loaded, Origin, Wanted, load_checkpoint
-from cdc_plugin.checkpoints.probe import settle
+from cdc_plugin.checkpoints.probe import batchnorm_mismatch, has_statistics, input_of, normalise, sample, settle
 from cdc_plugin.checkpoints.solo_args import run_defaults
+from cdc_plugin.checkpoints.verification import CLEAR_SIZE
 from cdc_plugin.config import INPUT_FACTS, RefineConfig, load_config
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
@@ -70,7 +72,7 @@ def _yields(name: str, config: RefineConfig, backbone: Backbone) -> bool:
 def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data: Any) -> ImageSet:
     """The images, squared to the size the backbone takes; unreadable ones are logged."""
     source = config.data if data is None else data
-    take_small_images(backbone, source)
+    take_small_images(backbone, source, config.data_root)
     images = open_images(
         source,
         backbone.input_size,
@@ -90,13 +92,28 @@ def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data
     return images
 
 
-def take_small_images(backbone: Backbone, source: Any) -> None:
-    """Networks for small images take them as they are; those for 224 px see next to nothing at 32."""
+def take_small_images(backbone: Backbone, source: Any, root: str | None = None) -> None:
+    """Networks for small images take them as they are; those for 224 px see next to nothing at 32.
+
+    Where the stem does not tell, the BatchNorm layers remember which images they have seen.
+    """
+    size = native_size(source) if "input_size" in backbone.assumed else None
+    if size is None or size > 96 or size == backbone.input_size:
+        return
     small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
-    if "input_size" in backbone.assumed and small_stem:
-        size = native_size(source)
-        if size is not None and size <= 96:
-            backbone.input_size = size
+    if small_stem or _trained_on_small(backbone, open_images(source, size, labels=False, root=root, limit=64)):
+        backbone.input_size = size
+
+
+def _trained_on_small(backbone: Backbone, images: ImageSet) -> bool:
+    if not has_statistics(backbone):
+        return False
+    pixels = normalise(sample(images.batch(torch.arange(len(images))), 64, backbone), input_of(backbone))
+    enlarged = F.interpolate(pixels, size=(backbone.input_size,) * 2, mode="bilinear", antialias=True)
+    try:
+        return CLEAR_SIZE * batchnorm_mismatch(backbone, pixels) <= batchnorm_mismatch(backbone, enlarged)
+    except RuntimeError:  # a network that takes one size only, or whose maps vanish at this one
+        return False
 
 
 def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:

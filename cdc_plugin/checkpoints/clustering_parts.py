@@ -23,6 +23,7 @@ from cdc_plugin.model import Backbone
 SHORTCUT = re.compile(r"(layer[1-4]\.\d+)\.shortcut\.")
 CONVOLUTION = re.compile(r"(conv\d|downsample\.0)\.weight$")
 KNOWN_DEPTHS = {("basic", 2, 2, 2, 2): 18, ("basic", 3, 4, 6, 3): 34, ("bottleneck", 3, 4, 6, 3): 50}
+FULL_WIDTH = 64  # of the first stage, in every network that these frameworks have
 KNOWN_DEPTHS |= {("bottleneck", 3, 4, 23, 3): 101, ("bottleneck", 3, 8, 36, 3): 152}
 # 3x3 stems of SCAN and its many descendants: for CIFAR without a pool, for STL-10 with one of 2x2.
 CIFAR_STEM = {"stride": 1, "padding": 1, "pool": False}
@@ -86,6 +87,8 @@ def choose_convention(
         spec: the ResNet as ``resnet_shape`` gives it.
         checkpoint: its weights, under torchvision's names.
     """
+    if is_small_stem(spec) and spec["widths"][0] != FULL_WIDTH:
+        return _of_somebody_else(framework, candidates[0], spec)
     stems = [spec["stem"] | (c.stem if is_small_stem(spec) else {}) for c in candidates]
     inner = [1 - 1 / last_side(stem, c.size) for stem, c in zip(stems, candidates, strict=True)]
     measured = inner_share(checkpoint.state)
@@ -111,6 +114,27 @@ def choose_convention(
             assumed += ("stem.pool",)
             why["stem"] += "; its max-pool is a guess, images can settle it"
     return Choice(chosen, {**spec, "stem": stem}, assumed, why)
+
+
+def choose_for_shortcuts(
+    framework: str, candidates: Sequence[Convention], spec: Mapping[str, Any], checkpoint: Checkpoint, prefix: str
+) -> Choice:
+    """`choose_convention` for frameworks whose small networks say ``shortcut``; others put theirs in the frame, too.
+
+    Args:
+        checkpoint: its weights as the file names them, the network below ``prefix``.
+    """
+    own = any(SHORTCUT.search(key) for key in checkpoint.below(prefix).state)
+    if is_small_stem(spec) and not own:
+        return _of_somebody_else(framework, candidates[0], spec)
+    return choose_convention(framework, candidates, spec, torchvision_names(checkpoint, prefix))
+
+
+def _of_somebody_else(framework: str, fed: Convention, spec: Mapping[str, Any]) -> Choice:
+    """A small ResNet that is not the framework's own: its stem is open, as that of any bare ResNet."""
+    guess = f"{framework}'s for {fed.names[0]}, but the network is not its own; images can settle it"
+    why = dict.fromkeys((*INPUT_FACTS, "stem"), guess)
+    return Choice(fed, dict(spec), (*INPUT_FACTS, "stem.pool", "stem.padding", "stem.stride"), why)
 
 
 def cifar_by_clusters(clusters: int | None) -> tuple[Convention, ...]:

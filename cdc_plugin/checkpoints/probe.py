@@ -109,7 +109,7 @@ def settle(backbone: Backbone, images: Tensor) -> Settlement:
         raise UserError(f"expected images of shape (N, 3, S, S), found {tuple(images.shape)}")
     stems = _open_stems(backbone)
     open_mean = {"mean", "std"} <= set(backbone.assumed)
-    normalisations = {"given": (tuple(backbone.mean.tolist()), tuple(backbone.std.tolist()))}
+    normalisations = {"given": input_of(backbone)}
     if open_mean:
         normalisations |= candidate_normalisations(images)
     normalisations = without_twins(normalisations)
@@ -235,6 +235,11 @@ def without_twins(normalisations: Mapping[str, Normalisation]) -> dict[str, Norm
         if all((numbers - torch.tensor(other)).abs().max() > 0.01 for other in kept.values()):
             kept[name] = pair
     return kept
+
+
+def input_of(backbone: Backbone) -> Normalisation:
+    """Mean and std that the backbone states."""
+    return tuple(backbone.mean.tolist()), tuple(backbone.std.tolist())
 
 
 def normalise(images: Tensor, pair: Normalisation) -> Tensor:

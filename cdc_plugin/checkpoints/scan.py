@@ -11,7 +11,7 @@ from cdc_plugin.checkpoints.architectures import describe
 from cdc_plugin.checkpoints.clustering_parts import (
     IMAGENET,
     STL10,
-    choose_convention,
+    choose_for_shortcuts,
     cifar_by_clusters,
     head_number,
     is_small_stem,
@@ -38,7 +38,7 @@ def load_scan(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     spec = resnet_shape(inner, wanted, "SCAN")
     sizes = _head_sizes(checkpoint)
     candidates = (*cifar_by_clusters(sizes[0] if sizes else None), STL10) if is_small_stem(spec) else (IMAGENET,)
-    choice = choose_convention("SCAN", candidates, spec, inner)
+    choice = choose_for_shortcuts("SCAN", candidates, spec, checkpoint, "backbone.")
     why = choice.why
     backbone, matched = load_resnet(inner, wanted, choice)
     heads: tuple[nn.Module, ...] = ()

@@ -12,7 +12,7 @@ from cdc_plugin.checkpoints.clustering_parts import (
     IMAGENET,
     STL10,
     Convention,
-    choose_convention,
+    choose_for_shortcuts,
     cifar_by_clusters,
     head_number,
     is_small_stem,
@@ -51,7 +51,7 @@ def load_secu(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
         trained_on = {CIFAR_IMAGES: cifar_by_clusters(sizes[0]), STL_IMAGES: (STL10,)}
         either = (*cifar_by_clusters(sizes[0]), STL10)
         candidates = trained_on.get(labels.numel() if labels is not None else 0, either)
-    choice = choose_convention("SeCu", candidates, spec, inner)
+    choice = choose_for_shortcuts("SeCu", candidates, spec, checkpoint, "encoder.")
     why = choice.why
     backbone, matched = load_resnet(inner, wanted, choice)
     number, why["head"] = _choose(sizes, wanted, checkpoint)

@@ -27,6 +27,7 @@ from cdc_plugin.checkpoints.probe import (
     batchnorm_mismatch,
     candidate_normalisations,
     has_statistics,
+    input_of,
     layer_mismatches,
     normalise,
     sample,
@@ -90,7 +91,7 @@ def verify(backbone: Backbone, images: Tensor) -> Verification:
     if not _is_trained(backbone):
         return Verification("untrained", "the BatchNorm statistics are as initialised: nothing was trained")
     few = sample(images, QUICK_LOOK, backbone)
-    given = (tuple(backbone.mean.tolist()), tuple(backbone.std.tolist()))
+    given = input_of(backbone)
     normalisations = without_twins({"given": given} | candidate_normalisations(images))
     at_entry = {
         name: layer_mismatches(backbone.module, normalise(few, pair), first_layers=1)[0]
