@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from cdc_plugin.checkpoints.architectures import build, skeleton
 from cdc_plugin.checkpoints.borders import inner_share, last_side, pool_share
 from cdc_plugin.checkpoints.formats import Wanted
 from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
-from cdc_plugin.checkpoints.strict import compare, load_strictly, load_weights
+from cdc_plugin.checkpoints.strict import build_with_weights, load_strictly
 from cdc_plugin.checkpoints.torchvision_nets import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import LayeredHead
@@ -23,7 +22,6 @@ from cdc_plugin.model import Backbone
 SHORTCUT = re.compile(r"(layer[1-4]\.\d+)\.shortcut\.")
 CONVOLUTION = re.compile(r"(conv\d|downsample\.0)\.weight$")
 KNOWN_DEPTHS = {("basic", 2, 2, 2, 2): 18, ("basic", 3, 4, 6, 3): 34, ("bottleneck", 3, 4, 6, 3): 50}
-FULL_WIDTH = 64  # of the first stage, in every network that these frameworks have
 KNOWN_DEPTHS |= {("bottleneck", 3, 4, 23, 3): 101, ("bottleneck", 3, 8, 36, 3): 152}
 # 3x3 stems of SCAN and its many descendants: for CIFAR without a pool, for STL-10 with one of 2x2.
 CIFAR_STEM = {"stride": 1, "padding": 1, "pool": False}
@@ -87,8 +85,6 @@ def choose_convention(
         spec: the ResNet as ``resnet_shape`` gives it.
         checkpoint: its weights, under torchvision's names.
     """
-    if is_small_stem(spec) and spec["widths"][0] != FULL_WIDTH:
-        return _of_somebody_else(framework, candidates[0], spec)
     stems = [spec["stem"] | (c.stem if is_small_stem(spec) else {}) for c in candidates]
     inner = [1 - 1 / last_side(stem, c.size) for stem, c in zip(stems, candidates, strict=True)]
     measured = inner_share(checkpoint.state)
@@ -175,18 +171,10 @@ def is_small_stem(spec: Mapping[str, Any]) -> bool:
     return bool(spec["stem"]["kernel"] < 7)
 
 
-def build_and_load(spec: Mapping[str, Any], checkpoint: Checkpoint, wanted: Wanted) -> tuple[nn.Module, int, float]:
-    """A network with its weights, its number of features, and the share of weights that matched."""
-    bare = skeleton(spec)
-    if compare(bare, checkpoint.state) and not wanted.partial:  # before misshapen weights ask for memory
-        load_strictly(bare, checkpoint.state, str(checkpoint.path))
-    network, feature_dim = build(spec)
-    return network, feature_dim, load_weights(network, checkpoint.state, str(checkpoint.path), wanted.partial)
-
-
 def load_resnet(checkpoint: Checkpoint, wanted: Wanted, choice: Choice) -> tuple[Backbone, float]:
     """The chosen backbone with the weights under torchvision's names, and the share of them that matched."""
-    network, feature_dim, matched = build_and_load(choice.spec, checkpoint, wanted)
+    state, source = checkpoint.state, str(checkpoint.path)
+    network, feature_dim, matched = build_with_weights(choice.spec, state, source, wanted.partial)
     fed = choice.fed
     return Backbone(network, feature_dim, fed.mean, fed.std, fed.size, choice.spec, choice.assumed), matched
 

@@ -16,7 +16,6 @@ from cdc_plugin.checkpoints.clustering_parts import (
     INPUT_FACTS,
     STL10,
     Convention,
-    build_and_load,
     choose_convention,
     cifar_by_clusters,
     head_number,
@@ -31,6 +30,7 @@ from cdc_plugin.checkpoints.clustering_parts import (
 )
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
+from cdc_plugin.checkpoints.strict import build_with_weights
 from cdc_plugin.heads import LayeredHead
 from cdc_plugin.model import Backbone
 
@@ -67,8 +67,7 @@ def load_tcl(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     resnet = resnet_shape(inner, wanted, "TCL")
     spec = {"family": "resnet_linear", "name": describe(resnet), "resnet": resnet}
     layer = {key: value for key, value in checkpoint.below("resnet.").state.items() if key.startswith("fc.")}
-    whole = replace(inner, state=inner.state | layer)
-    network, feature_dim, matched = build_and_load(spec, whole, wanted)
+    network, feature_dim, matched = build_with_weights(spec, inner.state | layer, str(checkpoint.path), wanted.partial)
     head = _projector(checkpoint, wanted, TCL_HEAD, feature_dim)
     stated = payload_fields(payload_fields(checkpoint.payload).get("args")).get("dataset")
     known = {"CIFAR-10": CIFAR10, "CIFAR-100": CIFAR20, "ImageNet-10": IMAGENET, "ImageNet": IMAGENET}

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.architectures import build, describe
+from cdc_plugin.checkpoints.architectures import describe
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint, strip_prefix
-from cdc_plugin.checkpoints.strict import load_strictly
+from cdc_plugin.checkpoints.strict import build_with_weights, load_strictly
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import build_head
 from cdc_plugin.model import Backbone
@@ -45,12 +45,11 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
             f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
             "give that network as well: cdc_plugin.load_model(folder, module=network)"
         )
-    network, feature_dim = build(record["spec"])
     # Backbone keeps its network as ``module``; both spellings of the prefix are taken. Exports may have none.
     weights = strip_prefix(tensors, "backbone.") or tensors
     if weights and all(key.startswith("module.") for key in weights):
         weights = strip_prefix(weights, "module.")
-    load_strictly(network, weights, source)
+    network, feature_dim, _ = build_with_weights(record["spec"], weights, source)
     facts = (record["mean"], record["std"], record["input_size"], record["spec"], record.get("assumed", ()))
     return Backbone(network, feature_dim, *facts)
 

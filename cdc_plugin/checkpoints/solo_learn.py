@@ -5,12 +5,12 @@ A run writes a Lightning ``.ckpt``, which does not say what the network is, and 
 
 from __future__ import annotations
 
-from cdc_plugin.checkpoints.architectures import build, describe, image_size_default
+from cdc_plugin.checkpoints.architectures import describe, image_size_default
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats, load_bare
 from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields, read_as_inert, strip_prefix
 from cdc_plugin.checkpoints.solo_args import CIFAR10, IMAGENET, RunArgs, input_size, parse_args, statistics
 from cdc_plugin.checkpoints.solo_nets import NAMES, Network, find_network, kind_of
-from cdc_plugin.checkpoints.strict import load_weights
+from cdc_plugin.checkpoints.strict import build_with_weights
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 
@@ -51,8 +51,8 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
         assert found.spec is not None
         open_facts = tuple(fact for fact in found.assumed if fact.startswith("stem."))
         network = Network(found.spec, part.state, open_facts, found.input_size if run is None else None)
-    module, feature_dim = build(network.spec)
-    matched = load_weights(module, network.weights, str(checkpoint.path), wanted.partial)
+    source = str(checkpoint.path)
+    module, feature_dim, matched = build_with_weights(network.spec, network.weights, source, wanted.partial)
 
     said = statistics(run, called_encoder="encoder." in prefix) if run else None
     size = network.size or (input_size(run) if run else None)

@@ -22,7 +22,6 @@ from cdc_plugin.checkpoints.clustering_parts import (
     TINY_IMAGENET,
     Choice,
     Convention,
-    build_and_load,
     choose_convention,
     head_number,
     is_small_stem,
@@ -36,6 +35,7 @@ from cdc_plugin.checkpoints.clustering_parts import (
 )
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, check_finite, find_state_dict, payload_fields, strip_prefix
+from cdc_plugin.checkpoints.strict import build_with_weights
 from cdc_plugin.checkpoints.torchvision_nets import IMAGENET_MEAN, IMAGENET_STD
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import LayeredHead
@@ -162,7 +162,7 @@ def _wide(checkpoint: Checkpoint, wanted: Wanted, small: Sequence[Convention]) -
         )
     spec = {"family": "fixmatch_wrn", "name": f"widths {'/'.join(map(str, widths))}", "depth": depth}
     spec |= {"widths": widths, "strides": WIDE_STRIDES[stages]}
-    network, features, matched = build_and_load(spec, replace(checkpoint, state=state), wanted)
+    network, features, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     fed = small[0] if stages == 3 else STL10
     return Backbone(network, features, fed.mean, fed.std, fed.size, spec, INPUT_FACTS), matched
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from cdc_plugin.checkpoints.architectures import build, skeleton
 from cdc_plugin.errors import UserError
 
 # A classifier that the features do not pass through; its weights may stay behind.
@@ -47,6 +49,20 @@ def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
     return Differences(len(shared) - len(misshapen), tuple(missing), tuple(unexpected), tuple(misshapen))
 
 
+def build_with_weights(
+    spec: Mapping[str, Any], state: Mapping[str, Tensor], source: str, partial: bool = False
+) -> tuple[nn.Module, int, float]:
+    """The network of a spec with its weights, its number of features, and the share of weights that matched."""
+    if not partial:  # before shapes that no network has ask for memory
+        _refuse_differences(skeleton(spec), state, source)
+    try:
+        network, feature_dim = build(spec)
+    except (RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise UserError(f"the network of {source} cannot be built ({reason}); copy the file again") from error
+    return network, feature_dim, load_weights(network, state, source, partial)
+
+
 def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str, partial: bool = False) -> float:
     """Copy the weights into the network and return the share that matched: all, unless ``partial`` allows less."""
     if not partial:
@@ -64,11 +80,15 @@ def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str, p
 
 def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Copy the weights into the network, or raise with counts and the names nearest to those not found."""
+    _refuse_differences(network, state, source)
+    wanted = network.state_dict()
+    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
+
+
+def _refuse_differences(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     differences = compare(network, state)
     if differences:
         raise _mismatch(differences, network, state, source)
-    wanted = network.state_dict()
-    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
 
 
 def nearest(key: str, others: Sequence[str]) -> str | None:

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from cdc_plugin.checkpoints.architectures import build, describe, timm_input
+from cdc_plugin.checkpoints.architectures import describe, timm_input
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, find_state_dict, payload_fields, read_checkpoint
-from cdc_plugin.checkpoints.strict import load_weights
+from cdc_plugin.checkpoints.strict import build_with_weights
 from cdc_plugin.checkpoints.timm_fit import distinct, fits, fitting, settings_changed, timm_spec
 from cdc_plugin.checkpoints.timm_hub import fetch_from_hub, load_from_timm
 from cdc_plugin.checkpoints.timm_index import names_like
@@ -75,8 +75,7 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
         timm_spec(name, checkpoint.state, settings),
         checkpoint.state,
     )
-    network, feature_dim = build(spec)
-    matched = load_weights(network, state, str(checkpoint.path), wanted.partial)
+    network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     mean, std, size = _usual_input(name)
     said = _stated_input(checkpoint)
     size = _side(spec["kwargs"].get("img_size")) or said.get("input_size", size)

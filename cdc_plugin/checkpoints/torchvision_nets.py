@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.architectures import build, describe, families, image_size_default, skeleton
+from cdc_plugin.checkpoints.architectures import describe, families, image_size_default, skeleton
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint
 from cdc_plugin.checkpoints.stem import pool_by_weights
-from cdc_plugin.checkpoints.strict import HEAD_PREFIXES, compare, load_weights
+from cdc_plugin.checkpoints.strict import HEAD_PREFIXES, build_with_weights, compare
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 
@@ -162,8 +162,7 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
         spec = _named_spec(arch, state) if arch is not None else identify(state)
     if spec is None:
         raise UserError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
-    network, feature_dim = build(spec)
-    matched = load_weights(network, state, str(checkpoint.path), wanted.partial)
+    network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     size = spec.get("kwargs", spec).get("image_size")
     if spec["family"] == "torchvision_vit":
         open_facts = ("heads",)
