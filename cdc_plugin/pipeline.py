@@ -147,6 +147,8 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     device = choose_device(config.device)
     loaded = open_network(config, module)
     config, backbone = with_clusters(config, loaded.heads), loaded.backbone
+    assert config.clusters is not None
+    init = choose_init(config.init, loaded.heads, config.clusters)
     images = open_data(config, backbone, folder / CACHE, data)
     backbone = settle_assumptions(backbone, images)
     config = resolve(config, len(images), backbone.input_size)
@@ -154,7 +156,6 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     assert config.clusters is not None
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
-    init = choose_init(config.init, loaded.heads, config.clusters)
     source = "the old model's heads" if init == "keep" else "prototypes"
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
     log.info("initialising %d clusters by %s, on the features of %d images", config.clusters, source, len(images))

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from cdc_plugin.cli import predict_parser, refine_parser
+from cdc_plugin.cli_export import export_parser
+from cdc_plugin.cli_inspect import inspect_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,8 +36,10 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_of_the_readme_is_understood(line):
-    program, *words = shlex.split(line)
-    parser = {"cdc-refine": refine_parser, "cdc-predict": predict_parser}[program]()
+    program, *words = shlex.split(line, comments=True)
+    parsers = {"cdc-refine": refine_parser, "cdc-predict": predict_parser}
+    parsers |= {"cdc-inspect": inspect_parser, "cdc-export": export_parser}
+    parser = parsers[program]()
     parser.parse_intermixed_args(words)
 
 

@@ -1,0 +1,194 @@
+"""From other people's checkpoints to results and out again, with the commands in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cdc_plugin.checkpoints.architectures import build
+
+ROOT = Path(__file__).resolve().parents[2]
+STEM = {"kernel": 3, "stride": 1, "padding": 1, "pool": False}
+RESNET18 = {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [8] * 4, "stem": STEM}
+QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--epochs", "1"]
+PROGRAMS = {
+    "refine": "from cdc_plugin.cli import refine_command as main",
+    "predict": "from cdc_plugin.cli import predict_command as main",
+    "inspect": "from cdc_plugin.cli_inspect import inspect_command as main",
+    "export": "from cdc_plugin.cli_export import export_command as main",
+}
+
+
+def call(program: str, *words: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"{PROGRAMS[program]}; main()", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def succeed(program: str, *words: object, **options) -> str:
+    done = call(program, *words, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refuse(program: str, *words: object) -> str:
+    done = call(program, *words)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A ResNet-18 of an eighth of the width, its BatchNorm statistics those of noise."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made, _ = build(RESNET18)
+        made.train()
+        for _ in range(8):
+            made(torch.randn(32, 3, 32, 32))
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory, digits) -> Path:
+    path = tmp_path_factory.mktemp("images") / "digits.npz"
+    np.savez(path, x=digits[0], y=digits[1])
+    return path
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory, network) -> Path:
+    """What the second stage of SCAN saves: shortcut names, two heads, the better one as a numpy number."""
+    torch.manual_seed(1)
+    state = {f"backbone.{k.replace('downsample', 'shortcut')}": v for k, v in network.state_dict().items()}
+    for number in range(2):
+        state |= {f"cluster_head.{number}.weight": torch.randn(4, 8), f"cluster_head.{number}.bias": torch.randn(4)}
+    path = tmp_path_factory.mktemp("scan") / "model.pth.tar"
+    torch.save({"model": {f"module.{k}": v for k, v in state.items()}, "head": np.int64(1)}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def retrofitted(tmp_path_factory, scan, archive) -> Path:
+    out = tmp_path_factory.mktemp("retrofit") / "run"
+    table = succeed("refine", "--backbone", scan, "--data", archive, "--out", out, *QUICK)
+    assert "old model" in table
+    return out
+
+
+def test_a_scan_model_is_retrofitted_and_compared_with_what_it_was(retrofitted):
+    report = json.loads((retrofitted / "report.json").read_text(encoding="utf-8"))
+    old = report["old_model"]
+    assert (report["clusters"], old["clusters"], old["agreement_before"]) == (4, 4, 1.0)
+    assert old["ACC"] == report["before"]["calibration_head"]["ACC"]
+    assert old["ECE"] == pytest.approx(report["before"]["calibration_head"]["ECE"], abs=1e-5)
+    assert 0 < old["agreement_after"] <= 1
+    assert "init: keep" in (retrofitted / "config.yaml").read_text(encoding="utf-8")
+
+
+def test_the_old_model_sorts_images_as_it_is(scan, archive, tmp_path):
+    printed = succeed("predict", "--model", scan, "--data", archive, "--out", tmp_path / "old.csv", "--device", "cpu")
+    assert "200 images" in printed
+
+
+def test_a_retrofit_without_labels_tells_agreement_and_confidence(scan, archive, tmp_path):
+    words = ["--backbone", scan, "--data", archive, "--no-labels", "--init", "prototypes", "--clusters", 5]
+    succeed("refine", *words, "--out", tmp_path / "run", *QUICK)
+    old = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))["old_model"]
+    assert {"CONF", "agreement_before", "agreement_after"} <= set(old)
+    assert "ACC" not in old
+
+
+def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_path):
+    words = ["--backbone", scan, "--data", archive, *QUICK[:-1]]
+    succeed("refine", *words, 2, "--out", tmp_path / "whole")
+    code = (
+        "import cdc_plugin.pipeline as p, os\n"
+        "keep = p.write_history\n"
+        "def stop(path, history):\n"
+        "    keep(path, history)\n"
+        "    if len(history) == 1: os._exit(9)\n"
+        "p.write_history = stop\n"
+        "from cdc_plugin.cli import refine_command; refine_command()"
+    )
+    killed = [sys.executable, "-c", code, *map(str, words), "2", "--out", str(tmp_path / "parts")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    assert subprocess.run(killed, env=environment, capture_output=True, timeout=300).returncode == 9
+    succeed("refine", "--resume", "--out", tmp_path / "parts")
+    for name in ("model.safetensors", "predictions.csv"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+    reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("whole", "parts")]
+    assert reports[0]["old_model"] == reports[1]["old_model"]
+
+
+def test_what_cannot_be_kept_is_refused(scan, archive, tmp_path, tiny_checkpoint):
+    words = ["--data", archive, "--out", tmp_path / "run", "--init"]
+    assert "leave --clusters 7 out" in refuse("refine", "--backbone", scan, *words, "keep", "--clusters", 7, "--quiet")
+    line = refuse("refine", "--backbone", tiny_checkpoint, *words, "keep", "--clusters", 3, "--quiet", "arch=null")
+    assert "clustering head" in line
+    assert "keep" in refuse("refine", "--backbone", scan, *words, "random", "--quiet")
+    assert "2 clustering heads" in refuse("refine", "--backbone", scan, *words, "keep", "--head", 5, "--quiet")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_of_solo_learn_needs_nothing_else_and_its_clusters_go_back(digits, write_images, tmp_path):
+    network, _ = build(RESNET18 | {"widths": [64, 128, 256, 512]})
+    photos = write_images(tmp_path / "photos", digits[0][:90], digits[1][:90] % 3)
+    run = tmp_path / "trained_models" / "simclr" / "abc"
+    run.mkdir(parents=True)
+    state = {f"backbone.{k}": v for k, v in network.state_dict().items()} | {"classifier.weight": torch.zeros(3, 512)}
+    torch.save({"epoch": 2, "pytorch-lightning_version": "2.1.2", "state_dict": state}, run / "simclr-abc-ep=1.ckpt")
+    statistics = {"mean": [0.3] * 3, "std": [0.35] * 3}
+    args = {
+        "method": "simclr",
+        "backbone": {"name": "resnet18", "kwargs": {}},
+        "data": {"dataset": "custom", "train_path": str(photos), "num_classes": 3, "format": "image_folder"},
+        "augmentations": [{"crop_size": 32, **statistics}],
+        "cdc": {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30},
+    }
+    (run / "args.json").write_text(json.dumps(args))
+    succeed("refine", "--backbone", run, "--device", "cpu", "--out", tmp_path / "clusters")
+    report = json.loads((tmp_path / "clusters" / "report.json").read_text(encoding="utf-8"))
+    assert (report["images"], report["clusters"], report["epochs"]) == (90, 3, 1)
+    model = json.loads((tmp_path / "clusters" / "model.json").read_text(encoding="utf-8"))
+    assert model["backbone"]["spec"]["stem"]["padding"] == 2
+    assert model["backbone"]["mean"] == [0.3] * 3
+    succeed("export", "--model", tmp_path / "clusters", "--to", "solo-learn", "--out", tmp_path / "exported")
+    assert (tmp_path / "exported" / "args.json").is_file()
+
+
+def test_inspect_tells_the_head_and_export_what_it_cannot_do(scan, retrofitted, archive, tmp_path):
+    facts = json.loads(succeed("inspect", scan, "--json"))
+    assert "SCAN" in json.dumps(facts)
+    assert "heads" in succeed("inspect", scan, "--data", archive, "--device", "cpu")
+    # torchvision has no ResNet of this width: the export says so and writes nothing.
+    line = refuse("export", "--model", retrofitted, "--to", "torchvision", "--out", tmp_path / "backbone.pth")
+    assert "torchvision has no network" in line
+    assert not (tmp_path / "backbone.pth").exists()
+
+
+@pytest.mark.parametrize("program", ["inspect", "refine", "export"])
+def test_a_hostile_or_broken_file_is_one_line(program, tmp_path, archive):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+
+    torch.save({"state_dict": {"conv1.weight": torch.ones(2)}, "extra": Evil()}, tmp_path / "evil.pth")
+    (tmp_path / "text.pth").write_text("not a checkpoint")
+    for name in ("evil.pth", "text.pth", "absent.pth"):
+        words = {
+            "inspect": [tmp_path / name],
+            "refine": ["--backbone", tmp_path / name, "--data", archive, "--clusters", 3, "--out", tmp_path / "o"],
+            "export": ["--model", tmp_path / name, "--to", "torchvision", "--out", tmp_path / "o.pth"],
+        }[program]
+        assert name in refuse(program, *words)
+    assert not (tmp_path / "executed").exists()
+    assert not (tmp_path / "o").exists()
