@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats import Loaded, Origin, Wanted, load_checkpoint
-from cdc_plugin.checkpoints.probe import batchnorm_mismatch, has_statistics, input_of, normalise, sample, settle
+from cdc_plugin.checkpoints.probe import (
+    TRUSTED_MISMATCH,
+    batchnorm_mismatch,
+    has_statistics,
+    input_of,
+    normalise,
+    sample,
+    settle,
+)
 from cdc_plugin.checkpoints.solo_args import run_defaults
 from cdc_plugin.checkpoints.verification import CLEAR_SIZE
 from cdc_plugin.config import INPUT_FACTS, RefineConfig, load_config
@@ -119,10 +127,25 @@ def _trained_on_small(backbone: Backbone, images: ImageSet) -> bool:
 def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:
     """Decide by a look at the images what the checkpoint left open: stem and normalisation."""
     if "mean" not in backbone.assumed and not any(name.startswith("stem") for name in backbone.assumed):
+        _warn_of_unlike_images(backbone, images)
         return backbone
     settlement = settle(backbone, images.batch(_spread(len(images), 2048)))
     log.info("%s", settlement.reason)
     return settlement.backbone
+
+
+def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
+    """Facts that the checkpoint states are not changed, but a network that was rebuilt or fed wrongly shows here."""
+    if not has_statistics(backbone):
+        return
+    pixels = sample(images.batch(_spread(len(images), 64)), 64, backbone)
+    mismatch = batchnorm_mismatch(backbone, normalise(pixels, input_of(backbone)))
+    if mismatch > TRUSTED_MISMATCH:
+        log.warning(
+            "the images are unlike those of the training, or fed otherwise (BatchNorm mismatch %.2f); "
+            "cdc-inspect CHECKPOINT --data IMAGES looks closer",
+            mismatch,
+        )
 
 
 def _spread(count: int, wanted: int) -> Tensor:
