@@ -31,6 +31,10 @@ from cdc_plugin.model import Backbone
 from cdc_plugin.tracking import log, progress
 
 
+# Batches after which BatchNorm layers have forgotten how they were initialised (momentum 0.1: 0.5 % is left).
+MEMORABLE = 50
+
+
 def configure(
     recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> RefineConfig:
@@ -136,7 +140,8 @@ def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:
 
 def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
     """Facts that the checkpoint states are not changed, but a network that was rebuilt or fed wrongly shows here."""
-    if not has_statistics(backbone):
+    seen = [int(value) for name, value in backbone.state_dict().items() if name.endswith("num_batches_tracked")]
+    if not has_statistics(backbone) or max(seen, default=MEMORABLE) < MEMORABLE:
         return
     pixels = sample(images.batch(_spread(len(images), 64)), 64, backbone)
     mismatch = batchnorm_mismatch(backbone, normalise(pixels, input_of(backbone)))
