@@ -30,7 +30,6 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 from cdc_plugin.tracking import log, progress
 
-
 # Batches after which BatchNorm layers have forgotten how they were initialised (momentum 0.1: 0.5 % is left).
 MEMORABLE = 50
 

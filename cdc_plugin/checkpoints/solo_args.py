@@ -6,14 +6,15 @@ nested one too, and builds its CIFAR stem otherwise.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cdc_plugin.checkpoints.folders import locate, read_sidecars
 from cdc_plugin.checkpoints.interpolation import resolve
 from cdc_plugin.config import recipe_names
+from cdc_plugin.errors import UserError
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -145,18 +146,14 @@ def run_defaults(path: str | Path) -> dict[str, Any]:
         path: a checkpoint of the run, or its folder.
     """
     try:
-        given = Path(path).expanduser()
-        folder = given if given.is_dir() else given.parent
-        file = folder / "args.json"
-        if not file.is_file() or file.stat().st_size > 1_000_000:
-            return {}
-        run = parse_args(json.loads(file.read_text(encoding="utf-8", errors="replace")))
-        if run is None:
-            return {}
-        implied = _implied(run, folder.resolve())
-        return implied | _asked(run, implied)
-    except (OSError, ValueError, RecursionError):
+        file = locate(Path(path).expanduser())
+        run = parse_args(read_sidecars(file).get("args.json"))
+    except (OSError, ValueError, RecursionError, UserError):  # opening the weights will tell
         return {}
+    if run is None:
+        return {}
+    implied = _implied(run, file.parent.resolve())
+    return implied | _asked(run, implied)
 
 
 def _implied(run: RunArgs, folder: Path) -> dict[str, Any]:
@@ -176,13 +173,8 @@ def _implied(run: RunArgs, folder: Path) -> dict[str, Any]:
 
 
 def _asked(run: RunArgs, implied: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``cdc`` node, less what the run itself knows better than a recipe: its images and how they were seen."""
+    """The ``cdc`` node, less the images where the run itself knows better than a recipe which they are."""
     asked = dict(run.cdc)
-    if statistics(run, called_encoder=False) is not None:
-        asked.pop("mean", None)
-        asked.pop("std", None)
-    if input_size(run) is not None:
-        asked.pop("input_size", None)
     # CIFAR-20 is in the files of CIFAR-100; of a data set elsewhere, only the settings are meant.
     place = PLACES.get(str(asked.get("data")))
     same_files = place is not None and place == PLACES.get(run.dataset or "")

@@ -44,6 +44,7 @@ def linear(dataset="cifar10"):
 def written(folder, args):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps(args))
+    (folder / "run-ep=3.ckpt").write_bytes(b"weights, never opened here")
     return folder
 
 
@@ -186,6 +187,7 @@ def test_run_on_a_named_data_set_implies_data_root_and_clusters(tmp_path, monkey
     expected = {"data": "cifar100", "data_root": str(tmp_path / "project" / "datasets"), "clusters": 100}
     assert run_defaults(run) == expected
     assert run_defaults(run / "run-ep=3.ckpt") == expected
+    assert run_defaults(run.parent) == expected  # the folder above, if it holds one run alone
 
 
 def test_data_root_that_is_gone_is_left_out(tmp_path):
