@@ -105,6 +105,7 @@ def predict_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", required=True, metavar="PATH_OR_NAME", help="image folder, file, .npz or .npy")
     parser.add_argument("--out", required=True, metavar="FILE.csv", help="table to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the table if it is there")
+    parser.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
     parser.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
     parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
     return parser
@@ -177,7 +178,7 @@ def _predict(options: argparse.Namespace) -> None:
         raise UserError(f"there is no folder {out.absolute().parent} to write {out.name} to")
     from cdc_plugin.pipeline import predict_file
 
-    table, skipped = predict_file(options.model, options.data, out, options.device)
+    table, skipped = predict_file(options.model, options.data, out, options.device, options.head)
     print(f"{len(table)} images, mean confidence {table['confidence'].mean():.1%}: {out}")
     for name, reason in skipped:
         print(f"skipped {name}: {reason}", file=sys.stderr)

@@ -143,6 +143,8 @@ def _is_result(path: Path) -> bool:
 
 def _load_foreign(path: str | Path, format: str | None, wanted: Wanted) -> Clusterer:
     loaded = load_checkpoint(path, format, wanted)
+    if not loaded.heads and "head" in loaded.origin.why:
+        raise UserError(f"{path} ({loaded.origin.writer}) has {loaded.origin.why['head']}")
     if not loaded.heads:
         raise UserError(
             f"{path} ({loaded.origin.writer}) has no clustering head; refine it first: cdc-refine --backbone {path}"

@@ -49,6 +49,11 @@ def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:
         assert config.backbone is not None
         wanted = Wanted(config.arch, config.branch, config.head, config.clusters, config.partial_weights)
         loaded = load_checkpoint(config.backbone, config.format, wanted, config.trust_checkpoint)
+        unclear = loaded.origin.why.get("head") if not loaded.heads else None
+        if unclear and config.init == "keep":
+            raise UserError(f"{config.backbone} has {unclear}")
+        if unclear:
+            log.warning("%s; the run begins with prototypes", unclear)
         if loaded.matched < 1:
             log.warning("only %.1f %% of the backbone's weights are in the checkpoint", 100 * loaded.matched)
     elif isinstance(module, Backbone):

@@ -383,10 +383,10 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
 
 
 def predict_file(
-    model: str | Path, data: Any, out: Path, device: str = "auto"
+    model: str | Path, data: Any, out: Path, device: str = "auto", head: int | None = None
 ) -> tuple[np.recarray, list[tuple[str, str]]]:
     """Write a CSV of predictions for new images; returns its rows and the images that could not be read."""
-    clusterer = load_model(model)
+    clusterer = load_model(model, head=head)
     where = choose_device(device)
     clusterer.to(where, memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = open_images(data, clusterer.backbone.input_size, labels=False, progress=progress)
