@@ -96,6 +96,7 @@ class CheckpointFormat:
 
 formats: Registry[CheckpointFormat] = Registry("checkpoint format")
 BRANCHES = ("online", "momentum")
+SYNONYMS = {"ema": "momentum", "teacher": "momentum", "target": "momentum", "student": "online"}
 # Formats of weights without a frame around them; the others look inside theirs with ``load_bare``.
 BARE = ("timm", "torchvision")
 
@@ -111,6 +112,8 @@ def load_checkpoint(
         trust: open pickled modules, which runs the code they name.
     """
     wanted = wanted or Wanted()
+    if wanted.branch is not None:
+        wanted = replace(wanted, branch=SYNONYMS.get(wanted.branch, wanted.branch))
     if wanted.branch not in (None, *BRANCHES):
         raise UserError(f"branch is one of {', '.join(BRANCHES)}; found {wanted.branch!r}")
     if str(path).startswith(("timm:", "hf-hub:")):
@@ -123,9 +126,16 @@ def load_checkpoint(
     return replace(chosen.load(checkpoint, wanted), format=chosen.name)
 
 
-def load_backbone(path: str | Path, format: str | None = None, arch: str | None = None) -> Backbone:
-    """The backbone in a checkpoint, every weight accounted for; see ``load_checkpoint``."""
-    return load_checkpoint(path, format, Wanted(arch=arch)).backbone
+def load_backbone(
+    path: str | Path,
+    format: str | None = None,
+    arch: str | None = None,
+    *,
+    branch: str | None = None,
+    trust: bool = False,
+) -> Backbone:
+    """The backbone in a checkpoint, every weight accounted for; see ``load_checkpoint`` and ``Wanted``."""
+    return load_checkpoint(path, format, Wanted(arch=arch, branch=branch), trust).backbone
 
 
 def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:

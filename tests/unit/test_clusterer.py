@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from cdc_plugin.checkpoints.formats import load_backbone
+from cdc_plugin.checkpoints.formats import load_backbone, load_checkpoint
 from cdc_plugin.clusterer import Clusterer, load_model, view_settings
 from cdc_plugin.data.views import plain_view
 from cdc_plugin.errors import UserError
-from cdc_plugin.heads import ClusterHead
+from cdc_plugin.heads import ClusterHead, CosineHead, LayeredHead
 from cdc_plugin.model import Backbone
 
 
@@ -135,3 +135,21 @@ def test_view_settings_follow_the_backbone(tiny_backbone):
     assert settings.input_size == 32
     assert settings.mean == pytest.approx((0.3, 0.3, 0.3))
     assert (settings.flip, settings.crop_scale) == (False, 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CosineHead([["linear", 8, 5], ["batchnorm", 5], ["relu"], ["linear", 5, 4]], 4, 3, 0.05),
+        lambda: LayeredHead([["linear", 8, 5], ["relu"], ["linear", 5, 3]]),
+    ],
+)
+def test_a_model_with_the_heads_of_another_method_is_saved_and_loaded(tiny_backbone, tmp_path, make):
+    model = Clusterer(tiny_backbone, make(), make()).eval()
+    model.save(tmp_path, {})
+    images = torch.randn(4, 3, 32, 32)
+    again = load_model(tmp_path)
+    assert torch.equal(again(images), model(images))
+    assert again.clusters == 3
+    backbone = load_checkpoint(tmp_path)
+    assert torch.equal(backbone.heads[0].eval()(again.backbone(images)), model.clustering_head(model.backbone(images)))
