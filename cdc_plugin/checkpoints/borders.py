@@ -1,4 +1,4 @@
-"""What the weights of a ResNet tell about its images and its stem, which no name or shape does.
+"""What the weights of a ResNet tell about the size of its images, which no name or shape does.
 
 Zero padding lowers the mean that a 3x3 convolution gives, the more the smaller the map: each side tap meets padding in
 one of n rows or columns. BatchNorm remembers that mean, so the side n of the last maps can be read off it.
@@ -50,25 +50,6 @@ def inner_share(state: Mapping[str, Tensor]) -> float | None:
     if total == 0 or float(missed[best]) > (1 - TRUSTED_FIT) * total:
         return None
     return float(shares[best])
-
-
-def pool_share(state: Mapping[str, Tensor]) -> float | None:
-    """How much a pool after the stem has raised the mean that the first block sees; 0 where there is no pool.
-
-    The unit is the rise of the larger of two independent pixels; neighbours are not independent, so 3x3 pools gave
-    about 0.5 and 2x2 pools 0.02 (on enlarged, smooth images) to 0.4. Filters that seldom answer lower it: trained
-    stems without a pool gave -0.2 to -0.1, others -0.05 to 0.03.
-    """
-    names = ("bn1.bias", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.running_mean", "layer1.0.bn1.running_var")
-    try:
-        shift, scale, weight, seen, variance = (state[name].double() for name in names)
-        plain, larger = (weight.sum(dim=(2, 3)) @ expected_activation(shift, scale, draws) for draws in (1, 2))
-        deviation = (variance + 1e-5).sqrt()
-        rise = (larger - plain) / deviation
-        share = ((seen - plain) / deviation) @ rise / (rise @ rise).clamp_min(1e-12)
-    except (KeyError, RuntimeError, IndexError):
-        return None
-    return None if bool((seen == 0).all()) else float(share)  # statistics as initialised say nothing
 
 
 def last_side(stem: Mapping[str, Any], size: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cdc_plugin.checkpoints.borders import inner_share, last_side, pool_share
+from cdc_plugin.checkpoints.borders import inner_share, last_side
 from cdc_plugin.checkpoints.formats import Wanted
 from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
 from cdc_plugin.checkpoints.strict import build_with_weights, load_strictly
@@ -27,9 +27,6 @@ KNOWN_DEPTHS |= {("bottleneck", 3, 4, 23, 3): 101, ("bottleneck", 3, 8, 36, 3): 
 CIFAR_STEM = {"stride": 1, "padding": 1, "pool": False}
 STL_STEM = {"stride": 1, "padding": 1, "pool": True, "pool_kernel": 2}
 INPUT_FACTS = ("mean", "std", "input_size")
-# By how much one size of the last maps must fit better than another, as shares, to decide on a pool; and which
-# shares speak for a pool and which do not contradict its absence (see ``borders``).
-CLEAR_SIDE, SURELY_POOL, PERHAPS_POOL = 0.03, 0.06, 0.11
 
 
 @dataclass(frozen=True)
@@ -102,13 +99,12 @@ def choose_convention(
         why["input_size"] += ", which the path names" if len(named) == 1 else f"; {others} would fit as well"
     why |= {"mean": why["input_size"], "std": why["input_size"]}
     assumed: tuple[str, ...] = INPUT_FACTS
-    rivals = [distance for distance, other in zip(far, stems, strict=True) if other["pool"] != stem["pool"]]
     if is_small_stem(spec):
         why["stem"] = f"{framework}'s for {chosen.names[0]}"
-        if rivals and not _pool_is_clear(stem, min(rivals) - min(far), checkpoint):
+        if any(other["pool"] != stem["pool"] for other in stems):
             stem |= {"pool_kernel": 2}
             assumed += ("stem.pool",)
-            why["stem"] += "; its max-pool is a guess, images can settle it"
+            why["stem"] += "; its max-pool is told by BatchNorm statistics, images can settle it"
     return Choice(chosen, {**spec, "stem": stem}, assumed, why)
 
 
@@ -237,14 +233,6 @@ def whole_number(value: Any) -> int | None:
 
 def stated_epoch(checkpoint: Checkpoint) -> int | None:
     return whole_number(payload_fields(checkpoint.payload).get("epoch"))
-
-
-def _pool_is_clear(stem: Mapping[str, Any], margin: float, checkpoint: Checkpoint) -> bool:
-    """Whether the size of the last maps and the mean after the stem agree on whether there is a pool."""
-    raised = pool_share(checkpoint.state)
-    if raised is None or margin < CLEAR_SIDE:
-        return False
-    return raised > SURELY_POOL if stem["pool"] else raised < PERHAPS_POOL
 
 
 def _occurs(name: str, text: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints import load_checkpoint
+from cdc_plugin.checkpoints import load_checkpoint, settle
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
@@ -45,3 +45,18 @@ def test_features_and_probabilities_are_those_of_the_framework_itself(tmp_path, 
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-4)
         probs = expected[name.replace("logits", "probs")]
         torch.testing.assert_close(found.softmax(dim=1), probs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["scan-scan-model", "secu-entropy", "spice-self-select"])
+def test_images_confirm_that_networks_for_cifar_have_no_pool(tmp_path, case):
+    with zipfile.ZipFile(SHARED / "fixtures" / f"{case}.zip") as archive:
+        archive.extractall(tmp_path)
+    record = json.loads((tmp_path / "case.json").read_text())
+    stored = np.load(tmp_path / "expected.npz")
+    inputs, expected = (torch.from_numpy(stored[name]).float() for name in ("inputs", "features"))
+    mean, std = (torch.tensor(record[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    pixels = (inputs * std + mean).mul(255).round().clamp(0, 255).byte()
+    found = settle(load_checkpoint(tmp_path / record["checkpoint"]).backbone, pixels)
+    assert found.backbone.spec["stem"]["pool"] is False
+    with torch.no_grad():
+        torch.testing.assert_close(found.backbone.eval()(inputs), expected, rtol=1e-4, atol=1e-4)
