@@ -101,7 +101,7 @@ def test_timm_loads_what_it_can_build(tmp_path, case):
     assert_features(load_backbone(tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("case", ["scan-scan-model", "cdc-official-checkpoint"])
+@pytest.mark.parametrize("case", ["cc", "cdc-official-checkpoint"])
 def test_onnx_graph_gives_the_probabilities_of_the_calibrated_or_the_only_head(tmp_path, case):
     for package in onnx_graph.PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
