@@ -24,8 +24,8 @@ REFINE_EPILOG = """examples:
   cdc-refine --backbone checkpoint.pth --data photos/ --clusters 10
   cdc-refine --backbone moco_r34.pth --data cifar10 --recipe cifar10 --out runs/cifar10
   cdc-refine --backbone big_vit.pth --arch vit_base_patch16_224 --data photos/ --clusters 20 --freeze-backbone
-  cdc-refine --backbone solo_learn_run/ (data set, paths and statistics come from its args.json)
-  cdc-refine --backbone scan_model.pth.tar --data cifar10 --init keep (retrofit an older clustering model)
+  cdc-refine --backbone solo_learn_run/  # data set, paths and statistics come from its args.json
+  cdc-refine --backbone scan_model.pth.tar --data cifar10 --init keep  # retrofit an older clustering model
   cdc-refine --resume --out runs/cifar10
   cdc-refine --recipe digits --backbone b.pt --clusters 10 augment.crop_scale=0.8 lr_backbone=1e-4
 
