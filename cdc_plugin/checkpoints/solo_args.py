@@ -146,7 +146,10 @@ def run_defaults(path: str | Path) -> dict[str, Any]:
         path: a checkpoint of the run, or its folder.
     """
     try:
-        file = locate(Path(path).expanduser())
+        given = Path(path).expanduser()
+        # Beside what is given, else beside the checkpoint that is meant by it.
+        beside = (file for file in (given / "checkpoint", given) if file.with_name("args.json").is_file())
+        file = next(beside, None) or locate(given)
         run = parse_args(read_sidecars(file).get("args.json"))
     except (OSError, ValueError, RecursionError, UserError):  # opening the weights will tell
         return {}
