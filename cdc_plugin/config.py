@@ -62,7 +62,7 @@ class RefineConfig:
     input_size: int | None = None
     mean: list[float] | None = None
     std: list[float] | None = None
-    # Which of the last three a recipe states, not the user: they yield to what the checkpoint states.
+    # Which of these three a recipe states, not the user: they yield to what the checkpoint states.
     presumed: list[str] = field(default_factory=list)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
@@ -71,7 +71,7 @@ class RefineConfig:
     precision: str = "float32"  # or bfloat16 / float16: autocast
 
 
-INPUT_FACTS = ("input_size", "mean", "std")
+INPUT_FACTS = ("mean", "std", "input_size")
 SCHEDULES = ("cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.borders import inner_share, last_side
 from cdc_plugin.checkpoints.formats import Wanted
-from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
+from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.strict import build_with_weights, load_strictly
 from cdc_plugin.checkpoints.torchvision_nets import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
+from cdc_plugin.config import INPUT_FACTS
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import LayeredHead
 from cdc_plugin.model import Backbone
@@ -26,7 +27,6 @@ KNOWN_DEPTHS |= {("bottleneck", 3, 4, 23, 3): 101, ("bottleneck", 3, 8, 36, 3): 
 # 3x3 stems of SCAN and its many descendants: for CIFAR without a pool, for STL-10 with one of 2x2.
 CIFAR_STEM = {"stride": 1, "padding": 1, "pool": False}
 STL_STEM = {"stride": 1, "padding": 1, "pool": True, "pool_kernel": 2}
-INPUT_FACTS = ("mean", "std", "input_size")
 
 
 @dataclass(frozen=True)
@@ -216,19 +216,6 @@ def refuse_branch(wanted: Wanted, checkpoint: Checkpoint) -> None:
     """Files with one network have no moving average to choose."""
     if wanted.branch == "momentum":
         raise UserError(f"{checkpoint.path} holds no moving average of its network; leave --branch out")
-
-
-def whole_number(value: Any) -> int | None:
-    """An integer that was saved as itself, as a tensor or as a numpy scalar; None for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
-        return int(value.item())
-    arguments: tuple[Any, ...] = getattr(value, "arguments", ())
-    if len(arguments) == 2:  # a record of numpy's scalar: a record of its type, as "i8", and its bytes
-        kind, content = arguments
-        name = str(next(iter(getattr(kind, "arguments", ())), ""))
-        if isinstance(content, bytes) and re.fullmatch("[iu][1248]", name):
-            return int.from_bytes(content, "little", signed=name.startswith("i"))
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def stated_epoch(checkpoint: Checkpoint) -> int | None:

@@ -13,7 +13,6 @@ from cdc_plugin.checkpoints.clustering_parts import (
     CIFAR20,
     CIFAR_STEM,
     IMAGENET,
-    INPUT_FACTS,
     STL10,
     Convention,
     choose_convention,
@@ -31,6 +30,7 @@ from cdc_plugin.checkpoints.clustering_parts import (
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
 from cdc_plugin.checkpoints.strict import build_with_weights
+from cdc_plugin.config import INPUT_FACTS
 from cdc_plugin.heads import LayeredHead
 from cdc_plugin.model import Backbone
 

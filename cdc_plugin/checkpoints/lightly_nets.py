@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cdc_plugin.checkpoints.clustering_parts import whole_number
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats, load_bare
 from cdc_plugin.checkpoints.inside import Inside, backbone_part, choose_inside, find_prefixes, without_wrappers
-from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
+from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.resnet_names import torchvision_names
 from cdc_plugin.checkpoints.torchvision_nets import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
 from cdc_plugin.errors import UserError

@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.checkpoints.clustering_parts import whole_number
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.inside import Inside, choose_inside, find_prefixes, without_wrappers
 from cdc_plugin.checkpoints.lightly_nets import load_inside, with_input
-from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
+from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.strict import load_strictly
 from cdc_plugin.checkpoints.timm_fit import TRANSFORMER
 from cdc_plugin.checkpoints.timm_nets import three_numbers

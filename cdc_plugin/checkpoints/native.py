@@ -107,7 +107,7 @@ def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
         _check_description(description, checkpoint.path.with_suffix(".json"))
     backbone = native_backbone(description, tensors, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
-    if "heads" in description:  # others may write a backbone alone
+    if description.get("heads"):  # others may write a backbone alone
         heads = native_heads(description, tensors, backbone.feature_dim, str(checkpoint.path))
     provenance = description.get("provenance") or {}
     why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {DESCRIPTION}")

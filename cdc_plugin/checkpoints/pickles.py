@@ -138,6 +138,13 @@ def is_network(value: Any) -> bool:
     return isinstance(value, InertRecord) and {"_modules", "_parameters"} <= set(value.fields)
 
 
+def whole_number(value: Any) -> int | None:
+    """An integer that was saved as itself or as a tensor; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return int(value.item())
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def payload_fields(value: Any) -> dict[str, Any]:
     """A mapping, or what a record of arguments or settings holds, as a plain dictionary; else an empty one."""
     if not isinstance(value, InertRecord):

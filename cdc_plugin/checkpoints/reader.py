@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.folders import locate, read_sidecars
-from cdc_plugin.checkpoints.pickles import InertRecord, is_network, payload_fields, plain, read_as_inert
+from cdc_plugin.checkpoints.pickles import InertRecord, is_network, payload_fields, plain, read_as_inert, whole_number
 from cdc_plugin.checkpoints.torch_files import names_in_tar, read_archive, read_legacy
 from cdc_plugin.checkpoints.unpickle import Refused
 from cdc_plugin.errors import UserError
@@ -30,6 +30,7 @@ __all__ = [
     "read_as_inert",
     "read_checkpoint",
     "strip_prefix",
+    "whole_number",
 ]
 
 # Where training scripts keep the weights, most telling first; moving averages ("model_ema") are the formats' matter.

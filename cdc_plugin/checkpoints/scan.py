@@ -22,10 +22,9 @@ from cdc_plugin.checkpoints.clustering_parts import (
     stated_epoch,
     top_names,
     torchvision_names,
-    whole_number,
 )
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
-from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields
+from cdc_plugin.checkpoints.reader import Checkpoint, payload_fields, whole_number
 from cdc_plugin.errors import UserError
 
 PARTS = {"backbone", "contrastive_head", "cluster_head"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from cdc_plugin.checkpoints.folders import locate, read_sidecars
 from cdc_plugin.checkpoints.interpolation import resolve
-from cdc_plugin.config import recipe_names
+from cdc_plugin.config import INPUT_FACTS, recipe_names
 from cdc_plugin.errors import UserError
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -38,7 +38,6 @@ PLACES = {
     "cifar100": "cifar-100-python",
     "stl10": "stl10_binary",
 }
-INPUT_FACTS = ("mean", "std", "input_size")
 EVALUATION_SIZES = {**dict.fromkeys(CIFARS, 32), "stl10": 96, "tinyimagenet": 64}
 
 

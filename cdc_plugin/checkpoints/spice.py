@@ -16,7 +16,6 @@ from cdc_plugin.checkpoints.architectures import describe
 from cdc_plugin.checkpoints.clustering_parts import (
     CIFAR_STEM,
     IMAGENET,
-    INPUT_FACTS,
     STL10,
     STL_STEM,
     TINY_IMAGENET,
@@ -37,6 +36,7 @@ from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wan
 from cdc_plugin.checkpoints.reader import Checkpoint, check_finite, find_state_dict, payload_fields, strip_prefix
 from cdc_plugin.checkpoints.strict import build_with_weights
 from cdc_plugin.checkpoints.torchvision_nets import IMAGENET_MEAN, IMAGENET_STD
+from cdc_plugin.config import INPUT_FACTS
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import LayeredHead
 from cdc_plugin.model import Backbone

@@ -14,10 +14,10 @@ from cdc_plugin.checkpoints.timm_fit import distinct, fits, fitting, settings_ch
 from cdc_plugin.checkpoints.timm_hub import fetch_from_hub, load_from_timm
 from cdc_plugin.checkpoints.timm_index import names_like
 from cdc_plugin.checkpoints.torchvision_nets import is_resnet, torchvision_knows
+from cdc_plugin.config import INPUT_FACTS
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 
-INPUT_FACTS = ("mean", "std", "input_size")
 # Settings of a model that a run may state; others, as a path of weights to load, are nobody's business here.
 SETTINGS = (
     *("img_size", "patch_size", "window_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool"),

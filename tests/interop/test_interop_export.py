@@ -116,3 +116,9 @@ def test_onnx_graph_gives_the_probabilities_of_the_calibrated_or_the_only_head(t
     wanted = expected["probs_cali"] if "probs_cali" in expected else expected["probs"]
     torch.testing.assert_close(torch.from_numpy(probabilities), wanted.float(), rtol=0, atol=1e-4)
     torch.testing.assert_close(torch.from_numpy(features), expected["features"].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_network_whose_pool_only_images_can_settle_is_not_exported(tmp_path):
+    path, _, _ = unpack("scan-scan-model", tmp_path / "in")
+    with pytest.raises(UserError, match=r"does not state its stem's pool.*run cdc-refine on it"):
+        export_model(path, "onnx", tmp_path / "m.onnx")

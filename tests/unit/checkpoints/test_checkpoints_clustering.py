@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cdc_plugin.checkpoints import Wanted, formats, load_checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.checkpoints.clustering_parts import whole_number
+from cdc_plugin.checkpoints.reader import whole_number
 from cdc_plugin.errors import UserError
 
 CIFAR10 = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]

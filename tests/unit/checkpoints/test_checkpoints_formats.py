@@ -42,7 +42,7 @@ def features(network, images=IMAGES):
 def result_folder(folder, **changes):
     network, size = build(SPEC)
     record = {"spec": SPEC, "feature_dim": size, "mean": [0.1] * 3, "std": [0.2] * 3, "input_size": 28}
-    description = {"format": "cdc_plugin", "version": 1, "backbone": record} | changes
+    description = {"format": "cdc_plugin", "version": 1, "backbone": record, "heads": {}} | changes
     tensors = {f"backbone.module.{key}": value for key, value in network.state_dict().items()}
     heads = {"clustering_head.w": torch.ones(1), "calibration_head.w": torch.ones(1)}
     save_file(tensors | heads, folder / "model.safetensors")
