@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cdc_plugin.assessment import compare as compare
+    from cdc_plugin.assessment import evaluate as evaluate
     from cdc_plugin.checkpoints.formats import load_backbone as load_backbone
     from cdc_plugin.clusterer import Clusterer as Clusterer
     from cdc_plugin.clusterer import load_model as load_model
@@ -30,6 +32,8 @@ _HOMES = {
     "RefineConfig": "config",
     "Report": "evaluation",
     "UserError": "errors",
+    "compare": "assessment",
+    "evaluate": "assessment",
     "export_model": "exports",
     "load_backbone": "checkpoints.formats",
     "load_model": "clusterer",

@@ -17,7 +17,7 @@ from cdc_plugin.runtime import generator
 from cdc_plugin.tracking import progress
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream. Training uses 2.
-ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL = 1, 3, 4, 5, 6
+ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 3, 4, 5, 6, 7
 
 MakeViews = Callable[[Tensor, torch.Generator], Views]
 

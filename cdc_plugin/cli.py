@@ -1,4 +1,4 @@
-"""The commands: arguments to config to pipeline. The only file that prints and exits.
+"""The command ``cdc-refine``: arguments to config to pipeline; and the frame of all commands, which alone exits.
 
 Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
 """
@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin import __version__
@@ -36,11 +35,6 @@ Any setting can be given as key=value; --dry-run prints all of them as they woul
 def refine_command(arguments: Sequence[str] | None = None) -> None:
     """Entry point of ``cdc-refine``."""
     _guard(_refine, refine_parser(), arguments)
-
-
-def predict_command(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``cdc-predict``."""
-    _guard(_predict, predict_parser(), arguments)
 
 
 def refine_parser() -> argparse.ArgumentParser:
@@ -79,6 +73,9 @@ def refine_parser() -> argparse.ArgumentParser:
 
     where = parser.add_argument_group("where the results go")
     where.add_argument("--out", metavar="DIR", help="result folder (default: a new one below cdc-runs)")
+    where.add_argument(
+        "--track", action="append", metavar="NAME", help="log also to tensorboard or wandb; may be given twice"
+    )
     existing = where.add_mutually_exclusive_group()
     existing.add_argument("--resume", action="store_true", help="go on with the run in --out")
     existing.add_argument("--overwrite", action="store_true", help="replace the result files in --out")
@@ -89,25 +86,6 @@ def refine_parser() -> argparse.ArgumentParser:
     other.add_argument("--dry-run", action="store_true", help="print resolved settings and plan, and stop")
     other.add_argument("--quiet", action="store_true", help="print the outcome only")
     other.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
-    return parser
-
-
-def predict_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdc-predict",
-        description="Sort new images into the clusters of a finished run.",
-        epilog="example:\n  cdc-predict --model runs/photos --data new_photos/ --out new.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", required=True, metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint"
-    )
-    parser.add_argument("--data", required=True, metavar="PATH_OR_NAME", help="image folder, file, .npz or .npy")
-    parser.add_argument("--out", required=True, metavar="FILE.csv", help="table to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace the table if it is there")
-    parser.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
-    parser.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
-    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
     return parser
 
 
@@ -133,6 +111,7 @@ def _refine(options: argparse.Namespace) -> None:
             "epochs",
             "seed",
             "device",
+            "track",
         )
     }
     flags |= {
@@ -154,7 +133,7 @@ def _refine(options: argparse.Namespace) -> None:
 
         config = configure(recipe, flags, options.overrides)
     if options.dry_run:
-        from cdc_plugin.pipeline import plan
+        from cdc_plugin.planning import plan
 
         resolved, lines = plan(config)
         print(to_yaml(resolved), end="")
@@ -166,22 +145,6 @@ def _refine(options: argparse.Namespace) -> None:
 
     report = run(config, resume=options.resume, overwrite=options.overwrite)
     print(outcome(report))
-
-
-def _predict(options: argparse.Namespace) -> None:
-    out = Path(options.out)
-    if out.is_dir():
-        raise UserError(f"--out {out} is a folder; give the path of a file, such as {out / 'predictions.csv'}")
-    if out.exists() and not options.overwrite:
-        raise UserError(f"{out} is already there; give another --out, or --overwrite to replace it")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {out.absolute().parent} to write {out.name} to")
-    from cdc_plugin.pipeline import predict_file
-
-    table, skipped = predict_file(options.model, options.data, out, options.device, options.head)
-    print(f"{len(table)} images, mean confidence {table['confidence'].mean():.1%}: {out}")
-    for name, reason in skipped:
-        print(f"skipped {name}: {reason}", file=sys.stderr)
 
 
 def outcome(report: Report) -> str:
@@ -248,7 +211,8 @@ def _guard(
     except UserError as error:
         _stop(f"{parser.prog}: error: {error}", 2)
     except KeyboardInterrupt:
-        _stop(f"{parser.prog}: interrupted; finished epochs are kept, go on with --resume", 130)
+        hint = "; finished epochs are kept, go on with --resume" if parser.prog == "cdc-refine" else ""
+        _stop(f"{parser.prog}: interrupted{hint}", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -13,12 +13,13 @@ from cdc_plugin import __version__
 from cdc_plugin.cli import _guard
 
 # Named here, too, so that --help need not import what writes them.
-TARGETS = ("solo-learn", "timm", "torchvision", "onnx")
+TARGETS = ("solo-learn", "timm", "torchvision", "onnx", "hub")
 EPILOG = """examples:
   cdc-export --model runs/photos --to timm --out photos-timm
   cdc-export --model runs/photos --to torchvision --out resnet18.pth
   cdc-export --model runs/cifar10 --to solo-learn --out trained_models/cdc
   cdc-export --model runs/photos --to onnx --out photos.onnx
+  cdc-export --model runs/photos --to hub --out photos-hub
 
 What another library would load but compute otherwise is refused.
 """
@@ -32,14 +33,17 @@ def export_command(arguments: Sequence[str] | None = None) -> None:
 def export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cdc-export",
-        description="Write a refined network for another library: its backbone, for ONNX the whole model.",
+        description="Write a refined network for another library: its backbone, for ONNX and the hub the whole model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="result folder of cdc-refine, or a checkpoint")
     parser.add_argument("--to", required=True, choices=TARGETS, help="library that shall load it")
     parser.add_argument(
-        "--out", required=True, metavar="PATH", help="folder (solo-learn, timm), .pth file (torchvision), .onnx file"
+        "--out",
+        required=True,
+        metavar="PATH",
+        help="folder (solo-learn, timm, hub), .pth file (torchvision), .onnx file",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export")
     parser.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")

@@ -14,10 +14,21 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.formats import Wanted, load_checkpoint
-from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS, native_backbone, native_heads, read_native
+from cdc_plugin.checkpoints.formats import Loaded, Wanted, load_checkpoint
+from cdc_plugin.checkpoints.native import (
+    DESCRIPTION,
+    VERSION,
+    WEIGHTS,
+    description_file,
+    native_backbone,
+    native_heads,
+    native_prototypes,
+    prototype_tensors,
+    read_native,
+)
 from cdc_plugin.checkpoints.reader import strip_prefix
 from cdc_plugin.checkpoints.strict import load_strictly
+from cdc_plugin.core.outliers import Prototypes
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import ViewSettings, plain_view
 from cdc_plugin.errors import UserError
@@ -26,13 +37,23 @@ from cdc_plugin.runtime import write_atomically
 
 
 class Clusterer(nn.Module):
-    """Normalised images (N, 3, H, W) to the (N, C) logits of the calibration head, which predicts (Sec. 3.4)."""
+    """Normalised images (N, 3, H, W) to the (N, C) logits of the calibration head, which predicts (Sec. 3.4).
 
-    def __init__(self, backbone: Backbone, clustering_head: nn.Module, calibration_head: nn.Module) -> None:
+    ``prototypes`` tell images that are unlike those refined on; None for models that do not have them.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        clustering_head: nn.Module,
+        calibration_head: nn.Module,
+        prototypes: Prototypes | None = None,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.clustering_head = clustering_head
         self.calibration_head = calibration_head
+        self.prototypes = prototypes
 
     @property
     def clusters(self) -> int:
@@ -88,6 +109,8 @@ class Clusterer(nn.Module):
             )
             for name, tensor in module.state_dict().items()
         }
+        if self.prototypes is not None:
+            tensors |= prototype_tensors(self.prototypes)
         write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
         text = json.dumps(description, indent=2) + "\n"
         write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
@@ -121,8 +144,8 @@ def load_model(
             used and not changed.
         format, arch, head, clusters: for checkpoints of others, where the file does not tell.
     """
-    if module is None and Path(path).exists() and not _is_result(Path(path)):
-        return _load_foreign(path, format, Wanted(arch, head=head, clusters=clusters))
+    if module is None and Path(path).exists() and not is_result(Path(path)):
+        return clusterer_of(load_checkpoint(path, format, Wanted(arch, head=head, clusters=clusters)), path)
     description, tensors = read_native(path)
     if module is None:
         backbone = native_backbone(description, tensors, str(path))
@@ -131,18 +154,19 @@ def load_model(
         load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
         backbone = Backbone(network, **description["backbone"])
     heads = native_heads(description, tensors, backbone.feature_dim, str(path))
-    return Clusterer(backbone, *heads).eval()
+    return Clusterer(backbone, *heads, native_prototypes(tensors, backbone.feature_dim, str(path))).eval()
 
 
-def _is_result(path: Path) -> bool:
+def is_result(path: Path) -> bool:
+    """Whether a path is a result folder of ``cdc-refine``, or the weights inside one."""
     folder = path if path.is_dir() else path.parent
-    found = [(folder / name).is_file() for name in (DESCRIPTION, WEIGHTS)]
+    found = [file.is_file() for file in (description_file(folder), folder / WEIGHTS)]
     # A half of a result is told as such; a folder with neither may be a run of somebody else's.
     return any(found) if path.is_dir() else path.name == WEIGHTS and found[0]
 
 
-def _load_foreign(path: str | Path, format: str | None, wanted: Wanted) -> Clusterer:
-    loaded = load_checkpoint(path, format, wanted)
+def clusterer_of(loaded: Loaded, path: str | Path) -> Clusterer:
+    """The model in somebody else's checkpoint; with one head, that is both the clustering and calibration head."""
     if not loaded.heads and "head" in loaded.origin.why:
         raise UserError(f"{path} ({loaded.origin.writer}) has {loaded.origin.why['head']}")
     if not loaded.heads:

@@ -43,6 +43,7 @@ class RefineConfig:
     data_root: str | None = None  # where named data sets lie
     labels: bool = True  # use class sub-folders or label arrays for the report (never for training)
     out: str | None = None  # result folder; None: a new one below cdc-runs
+    track: list[str] | None = None  # tensorboard, wandb; None: none, or at --resume those that the run began with
 
     clusters: int | None = None  # C
     mini_clusters: int | None = None  # K

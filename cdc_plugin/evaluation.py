@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.views import plain_view
-from cdc_plugin.metrics import summary, summary_hard
+from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.model import Backbone
-from cdc_plugin.runtime import autocast, write_atomically
+from cdc_plugin.runtime import autocast
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,8 @@ def measure(
 
 
 def measure_head(probs: NDArray[np.float32], labels: NDArray[np.int64] | None) -> dict[str, Any]:
-    """Figures of one head's probabilities (N, C), as in `measure`."""
-    sizes = np.bincount(probs.argmax(axis=1), minlength=probs.shape[1])
-    found = {"CONF": float(probs.max(axis=1).mean()), "cluster_sizes": sizes.tolist()}
-    return found | summary(probs, labels) if labels is not None else found
+    """Every figure of one head's probabilities (N, C); without labels those of `summary_unlabelled`."""
+    return summary_unlabelled(probs) if labels is None else summary(probs, labels)
 
 
 def label_free(
@@ -117,43 +113,3 @@ def predict(
     features = extract_features(model.backbone, images, device, precision, progress)
     clustering = head_probabilities(model.clustering_head, features)
     return clustering, head_probabilities(model.calibration_head, features), features
-
-
-def prediction_table(
-    names: list[str],
-    clustering: NDArray[np.float32],
-    calibration: NDArray[np.float32],
-    trusted: NDArray[np.bool_] | None = None,
-) -> np.recarray:
-    """One row an image; the name column is ``index`` where images have no path of their own."""
-    order = np.argsort(-calibration, axis=1, kind="stable")
-    rows = np.arange(len(names))
-    name_column = "index" if all(name.isdigit() for name in names) else "path"
-    columns: dict[str, NDArray[Any]] = {
-        name_column: np.array(names, dtype=object),
-        "cluster": order[:, 0],
-        "confidence": calibration[rows, order[:, 0]],
-        "clustering_confidence": clustering.max(axis=1),
-        "second_cluster": order[:, 1],
-    }
-    if trusted is not None:
-        columns["trusted"] = trusted
-    return np.rec.fromarrays(list(columns.values()), names=",".join(columns))  # type: ignore[call-overload]
-
-
-def write_table(path: Path, table: np.recarray) -> None:
-    """The table as CSV (UTF-8, a header, confidences with 6 decimals)."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.dtype.names or ())
-    for row in table.tolist():
-        writer.writerow([_cell(value) for value in row])
-    # File names need not be valid UTF-8; their bytes are written as they are.
-    data = text.getvalue().encode("utf-8", "surrogateescape")
-    write_atomically(path, lambda temporary: temporary.write_bytes(data))
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, bool):
-        return int(value)
-    return f"{value:.6f}" if isinstance(value, float) else value

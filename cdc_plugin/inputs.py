@@ -25,9 +25,11 @@ from cdc_plugin.checkpoints.probe import (
 from cdc_plugin.checkpoints.solo_args import run_defaults
 from cdc_plugin.checkpoints.verification import CLEAR_SIZE
 from cdc_plugin.config import INPUT_FACTS, RefineConfig, load_config
+from cdc_plugin.core.selection import selections
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
+from cdc_plugin.runtime import choose_device
 from cdc_plugin.tracking import log, progress
 
 # Batches after which BatchNorm layers have forgotten how they were initialised (momentum 0.1: 0.5 % is left).
@@ -160,3 +162,13 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
 def _spread(count: int, wanted: int) -> Tensor:
     """Up to ``wanted`` indices, evenly spread over all images."""
     return torch.linspace(0, count - 1, min(count, wanted)).long()
+
+
+def check_request(config: RefineConfig, resume: bool) -> None:
+    """Refuse a run that cannot begin, before anything is made or read."""
+    wanted = [] if resume and config.out else ["backbone", "data"]
+    missing = [name for name in wanted if getattr(config, name) is None]
+    if missing:
+        raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
+    selections.get(config.selection)
+    choose_device(config.device)

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +16,7 @@ from cdc_plugin.batches import (
     AUGMENTATION,
     FINAL,
     INITIALISATION,
+    QUALITY,
     batches_of,
     cached_views,
     fresh_views,
@@ -24,10 +24,10 @@ from cdc_plugin.batches import (
 )
 from cdc_plugin.checkpoints.architectures import build
 from cdc_plugin.checkpoints.formats import Loaded
-from cdc_plugin.clusterer import Clusterer, load_model
+from cdc_plugin.clusterer import Clusterer
 from cdc_plugin.config import RefineConfig, batch_sizes, load_config, resolve, steps_an_epoch, to_yaml
-from cdc_plugin.core.selection import selections
-from cdc_plugin.data.images import ImageSet, open_images
+from cdc_plugin.core.outliers import fit_prototypes
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.engine import Refiner
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import (
@@ -35,23 +35,24 @@ from cdc_plugin.evaluation import (
     extract_features,
     head_probabilities,
     kmeans_assignment,
-    label_free,
     measure,
     measure_head,
     predict,
-    prediction_table,
     trusted_samples,
-    write_table,
 )
 from cdc_plugin.heads import build_head
 from cdc_plugin.initialisation import choose_init, initial_heads, with_clusters
-from cdc_plugin.inputs import configure, open_data, open_network, settle_assumptions
+from cdc_plugin.inputs import check_request, configure, open_data, open_network, settle_assumptions
 from cdc_plugin.model import Backbone
+from cdc_plugin.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch
+from cdc_plugin.report.of_run import findings_of_run
+from cdc_plugin.report.page import write_page
 from cdc_plugin.results import (
     CACHE,
     CONFIG,
     HISTORY,
     LOG,
+    PAGE,
     PREDICTIONS,
     REPORT,
     clear_results,
@@ -61,6 +62,7 @@ from cdc_plugin.results import (
     write_state,
 )
 from cdc_plugin.runtime import choose_device, generator, write_atomically
+from cdc_plugin.tables import prediction_table, with_column, write_table
 from cdc_plugin.tracking import TrainingProgress, log, log_to, progress, write_history
 
 
@@ -75,7 +77,9 @@ class Run:
     model: Clusterer
     before: dict[str, Any]
     history: list[dict[str, float]]
+    start: torch.Tensor | None = None  # (N,) k-means on the features that the run began with
     old: dict[str, Any] | None = None  # the model that is retrofitted: its figures, and (N,) its assignment
+    last_epochs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # clusters of some images, see `watch`
     state: dict[str, Any] | None = None
 
 
@@ -125,12 +129,12 @@ def run(
 ) -> Report:
     """The whole stage: read, initialise, train, predict, report."""
     began = time.monotonic()
-    _check_request(config, resume)
+    check_request(config, resume)
     folder = prepare_folder(config.out, _run_name(config), resume, overwrite)
     try:
         state = read_state(folder) if resume else None
         if state is None:
-            _check_request(config, resume=False)
+            check_request(config, resume=False)
         with log_to(folder / LOG):
             if state is None:
                 current = start(config, folder, module, data)
@@ -185,9 +189,11 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
-    before = measure(clustering, calibration, heads.partition.cpu().numpy(), images.labels)
+    partition = heads.partition.cpu()
+    before = measure(clustering, calibration, partition.numpy(), images.labels)
     model = Clusterer(backbone, heads.clustering, heads.calibration)
-    return Run(config, folder, device, images, model, before, [], _old_record(old, calibration, loaded, images))
+    record = _old_record(old, calibration, loaded, images)
+    return Run(config, folder, device, images, model, before, [], partition, record)
 
 
 def _old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
@@ -222,10 +228,11 @@ def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: n
     spec = state.get("heads", {"hidden": config.hidden, "clusters": config.clusters})
     heads = [build_head(spec, backbone.feature_dim, str(folder)) for _ in range(2)]
     log.info("going on after epoch %d", state["refiner"]["epoch"])
-    model = Clusterer(backbone, *heads)
+    model = Clusterer(backbone, heads[0], heads[1])
     if config.freeze_backbone:
         backbone.module.load_state_dict(state["frozen"])
-    return Run(config, folder, device, images, model, state["before"], state["history"], state.get("old"), state)
+    kept = (state["before"], state["history"], state.get("start"), state.get("old"), state.get("last_epochs", []))
+    return Run(config, folder, device, images, model, *kept, state)
 
 
 def train(current: Run) -> None:
@@ -257,7 +264,9 @@ def train(current: Run) -> None:
                 },
                 "heads": model.calibration_head.spec,
                 "before": current.before,
+                "start": current.start,
                 "old": current.old,
+                "last_epochs": current.last_epochs,
                 "history": current.history,
                 "digest": current.images.digest,
             },
@@ -269,6 +278,8 @@ def train(current: Run) -> None:
 
     def after_epoch(stats: dict[str, float]) -> None:
         current.history.append(bar.after_epoch(stats))
+        if refiner.epoch > epochs - WATCHED_EPOCHS:
+            current.last_epochs.append(watch(model, current.images, current.device, config.precision))
         save()
 
     if current.state is None:
@@ -280,12 +291,25 @@ def train(current: Run) -> None:
 
 
 def finish(current: Run, seconds: float) -> Report:
-    """Predict with the calibration head, compare with where the run began, write everything."""
-    config, images = current.config, current.images
+    """Predict with the calibration head, compare with where the run began, write everything; the page comes last."""
+    config, images, model, folder = current.config, current.images, current.model, current.folder
     assert config.clusters is not None
-    clustering, calibration, features = predict(current.model, images, current.device, config.precision, progress)
+    clustering, calibration, features = predict(model, images, current.device, config.precision, progress)
+    assignment = torch.from_numpy(calibration.argmax(axis=1))
     again = kmeans_assignment(features.to(current.device), config.clusters, generator(config.seed, FINAL))
-    trusted = trusted_samples(calibration)
+    model.prototypes = fit_prototypes(features, assignment, config.clusters)
+    views = training_views(config, model.backbone)
+    seen, anew = see_anew(model, images, views, current.device, config.precision, generator(config.seed, QUALITY))
+    evidence = Evidence(
+        torch.from_numpy(clustering),
+        torch.from_numpy(calibration),
+        features,
+        torch.from_numpy(again),
+        seen,
+        anew,
+        current.start,
+        current.last_epochs,
+    )
     metrics = {
         "images": len(images),
         "clusters": config.clusters,
@@ -296,15 +320,29 @@ def finish(current: Run, seconds: float) -> Report:
         "units": "fractions of 1; ECE has 15 equal-width bins",
         "before": current.before,
         "after": measure(clustering, calibration, again, images.labels),
-        "label_free": label_free(clustering, calibration, trusted),
+        "label_free": assess(evidence),
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
         "seconds": round(seconds, 1),
     }
     if current.old is not None:
         same = calibration.argmax(axis=1) == current.old["assignment"].numpy()
         metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
-    folder = current.folder
-    provenance = {
+    model.save(folder, _provenance(config, images))
+    table = prediction_table(images.names, clustering, calibration, trusted_samples(calibration))
+    distance = model.prototypes.distance(features).numpy()
+    table = with_column(with_column(table, "distance", distance), "outlier", distance > model.prototypes.limit)
+    write_table(folder / PREDICTIONS, table)
+    text = json.dumps(metrics, indent=2) + "\n"
+    write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
+    findings = findings_of_run(config, folder, metrics, table, calibration, images, current.history)
+    write_page(folder / PAGE, findings)
+    log.info("finished in %.0f s: %s", seconds, folder)
+    return Report(metrics, table, folder)
+
+
+def _provenance(config: RefineConfig, images: ImageSet) -> dict[str, Any]:
+    """Where a model comes from, for its model.json."""
+    return {
         "tool": "cdc_plugin",
         "backbone": config.backbone,
         "data": images.source,
@@ -312,22 +350,6 @@ def finish(current: Run, seconds: float) -> Report:
         "epochs": config.epochs,
         "seed": config.seed,
     }
-    current.model.save(folder, provenance)
-    table = prediction_table(images.names, clustering, calibration, trusted)
-    write_table(folder / PREDICTIONS, table)
-    text = json.dumps(metrics, indent=2) + "\n"
-    write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
-    log.info("finished in %.0f s: %s", seconds, folder)
-    return Report(metrics, table, folder)
-
-
-def _check_request(config: RefineConfig, resume: bool) -> None:
-    wanted = [] if resume and config.out else ["backbone", "data"]
-    missing = [name for name in wanted if getattr(config, name) is None]
-    if missing:
-        raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
-    selections.get(config.selection)
-    choose_device(config.device)
 
 
 def _refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: int, folder: Path) -> None:
@@ -354,44 +376,3 @@ def _refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: in
 def _run_name(config: RefineConfig) -> str:
     name = Path(config.data or "run").stem if config.data and "<" not in config.data else "run"
     return name
-
-
-def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
-    """What `run` would do, as resolved settings and words; reads the inputs and writes nothing."""
-    _check_request(config, resume=False)
-    loaded = open_network(config, None)
-    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
-    assert config.clusters is not None
-    init = choose_init(config.init, loaded.heads, config.clusters)
-    images = open_data(config, backbone, None, None)
-    resolved = resolve(config, len(images), backbone.input_size)
-    resolved = dataclasses.replace(resolved, init=init)
-    sizes = batch_sizes(len(images), resolved.batch_size or 1)
-    parameters = sum(parameter.numel() for parameter in backbone.parameters())
-    lines = [
-        f"images: {len(images)} from {images.source}"
-        + (f", {len(images.skipped)} unreadable" if images.skipped else "")
-        + (", with labels for the report" if images.labels is not None else ", no labels"),
-        f"checkpoint: {loaded.origin.writer}, {loaded.origin.network}",
-        f"backbone: {parameters:,} parameters, {backbone.feature_dim} features, input {backbone.input_size} px"
-        + (f"; assumed: {', '.join(backbone.assumed)}" if backbone.assumed else ""),
-        f"training: {resolved.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
-        f"{steps_an_epoch(len(images), resolved)} steps an epoch, on {choose_device(config.device)}",
-        f"results: {resolved.out or 'a new folder below cdc-runs'}",
-    ]
-    return resolved, lines
-
-
-def predict_file(
-    model: str | Path, data: Any, out: Path, device: str = "auto", head: int | None = None
-) -> tuple[np.recarray, list[tuple[str, str]]]:
-    """Write a CSV of predictions for new images; returns its rows and the images that could not be read."""
-    clusterer = load_model(model, head=head)
-    where = choose_device(device)
-    clusterer.to(where, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    images = open_images(data, clusterer.backbone.input_size, labels=False, progress=progress)
-    clusterer.backbone = settle_assumptions(clusterer.backbone, images)
-    clustering, calibration, _ = predict(clusterer, images, where, "float32", progress)
-    table = prediction_table(images.names, clustering, calibration)
-    write_table(out, table)
-    return table, images.skipped

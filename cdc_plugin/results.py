@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.runtime import write_atomically
 
 CONFIG, STATE, HISTORY, LOG = "config.yaml", "last.pt", "metrics.jsonl", "train.log"
-PREDICTIONS, REPORT = "predictions.csv", "report.json"
-RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, "model.safetensors", "model.json")
+PREDICTIONS, REPORT, PAGE = "predictions.csv", "report.json", "report.html"
+RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, "model.safetensors", "model.json")
+RESULT_FILES += ("trackers.json",)
+EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
 CACHE = "cache"
 DEFAULT_PARENT = Path("cdc-runs")
 
@@ -27,21 +30,10 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite starts it anew: give one of them")
     folder = Path(out).expanduser() if out is not None else _numbered(name, latest=resume or overwrite)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # The log is all that a run leaves which failed at once, on a mistyped path say.
-        ignored = {LOG, CACHE, *(path.name for path in _half_written(folder))}
-        present = sorted(path.name for path in folder.iterdir() if path.name not in ignored)
-    except NotADirectoryError as error:
-        raise UserError(f"--out {folder} is or lies in a file; give the path of a folder") from error
-    except FileExistsError as error:
-        raise UserError(f"--out {folder} is a file; give the path of a folder") from error
-    except OSError as error:
-        raise UserError(f"cannot make the result folder {folder}: {error.strerror}; give another --out") from error
-    _check_writable(folder)
+    present = _make(folder)
     if present and not resume and not overwrite:
         raise UserError(
-            f"{folder} is not empty ({', '.join(present[:3])}{', ...' if len(present) > 3 else ''}); "
+            f"{folder} is not empty ({_some(present)}); "
             "give another --out, or --resume to go on with that run, or --overwrite to replace its files"
         )
     if resume and present and not (folder / CONFIG).is_file():
@@ -49,6 +41,22 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
     for leftover in _half_written(folder):
         leftover.unlink(missing_ok=True)
     return folder
+
+
+@contextlib.contextmanager
+def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Iterator[Path]:
+    """The folder of an evaluation, as in `prepare_folder`. It may be a run's, whose other files are left alone."""
+    folder = Path(out).expanduser() if out is not None else _numbered(name, latest=overwrite)
+    present = _make(folder)
+    if present and not overwrite:
+        raise UserError(
+            f"{folder} is not empty ({_some(present)}); give another --out, or --overwrite to replace "
+            f"{', '.join(EVALUATION_FILES)} in it"
+        )
+    try:
+        yield folder
+    finally:
+        leave_nothing_behind(folder)
 
 
 def clear_results(folder: Path) -> None:
@@ -80,6 +88,27 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path} cannot be read ({reason[:150]}); start anew with --overwrite") from error
+
+
+def _make(folder: Path) -> list[str]:
+    """Make the folder if it is not there; returns the names of what it holds already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The log is all that a run leaves which failed at once, on a mistyped path say.
+        ignored = {LOG, CACHE, *(path.name for path in _half_written(folder))}
+        present = sorted(path.name for path in folder.iterdir() if path.name not in ignored)
+    except NotADirectoryError as error:
+        raise UserError(f"--out {folder} is or lies in a file; give the path of a folder") from error
+    except FileExistsError as error:
+        raise UserError(f"--out {folder} is a file; give the path of a folder") from error
+    except OSError as error:
+        raise UserError(f"cannot make the result folder {folder}: {error.strerror}; give another --out") from error
+    _check_writable(folder)
+    return present
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _numbered(name: str, latest: bool) -> Path:

@@ -6,18 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.architectures import describe
+from cdc_plugin.checkpoints.folders import read_sidecars
 from cdc_plugin.checkpoints.formats import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint, strip_prefix
 from cdc_plugin.checkpoints.strict import build_with_weights, load_strictly
+from cdc_plugin.core.outliers import Prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import build_head
 from cdc_plugin.model import Backbone
 
 VERSION = 1
 WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+HUB_DESCRIPTION = "config.json"  # the same content, under the name that the Hugging Face hub wants
+
+
+def description_file(folder: Path) -> Path:
+    """Where a result folder, or its export for the hub, says how the model is built again."""
+    beside = read_sidecars(folder / WEIGHTS)
+    exported = _is_ours(beside, HUB_DESCRIPTION) and not _is_ours(beside, DESCRIPTION)
+    return folder / (HUB_DESCRIPTION if exported else DESCRIPTION)
 
 
 def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -26,14 +37,15 @@ def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     folder = given if given.is_dir() else given.parent
     if not given.exists():
         raise UserError(f"there is no result folder {given}; give the folder that cdc-refine wrote")
-    for name in (DESCRIPTION, WEIGHTS):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder} has no {name}; is the run unfinished? Let it end first")
+    described = description_file(folder)
+    for file in (described, folder / WEIGHTS):
+        if not file.is_file():
+            raise UserError(f"{folder} has no {file.name}; is the run unfinished? Let it end first")
     try:
-        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        description = json.loads(described.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{folder / DESCRIPTION} is not JSON ({error}); was the run interrupted?") from error
-    _check_description(description, folder / DESCRIPTION)
+        raise UserError(f"{described} is not JSON ({error}); was the run interrupted?") from error
+    _check_description(description, described)
     return description, read_checkpoint(folder / WEIGHTS).state
 
 
@@ -66,6 +78,29 @@ def native_heads(
     return heads[0], heads[1]
 
 
+def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:
+    """What a result folder keeps to tell outliers."""
+    tensors = {
+        "centers": prototypes.centers,
+        "whitening": prototypes.whitening,
+        "limit": torch.tensor(prototypes.limit),
+    }
+    return {f"prototypes.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
+    """The prototypes of a result folder; None for those of the first releases, which had none."""
+    found = strip_prefix(tensors, "prototypes.")
+    if not found:
+        return None
+    centers, whitening, limit = (found.get(name) for name in ("centers", "whitening", "limit"))
+    if centers is None or whitening is None or limit is None or limit.numel() != 1:
+        raise UserError(f"{source} has some of its prototypes only; was it edited by hand?")
+    if centers.ndim != 2 or centers.shape[1] != feature_dim or whitening.shape != (feature_dim, feature_dim):
+        raise UserError(f"{source} has prototypes that do not fit its {feature_dim} features; was it edited by hand?")
+    return Prototypes(centers.float(), whitening.float(), float(limit))
+
+
 def _check_description(description: Any, file: Path) -> None:
     if not isinstance(description, dict) or description.get("format") != "cdc_plugin":
         raise UserError(f'{file} does not say "format": "cdc_plugin"; it is not a result of cdc-refine')
@@ -86,11 +121,15 @@ def _export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return beside if beside.get("weights") == checkpoint.path.name else None
 
 
+def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
+    beside = sidecar.get(name)
+    return isinstance(beside, dict) and beside.get("format") == "cdc_plugin" and "weights" not in beside
+
+
 def _matches(checkpoint: Checkpoint) -> bool:
     if _export_description(checkpoint) is not None:
         return True
-    beside = checkpoint.sidecar.get(DESCRIPTION)
-    described = isinstance(beside, dict) and beside.get("format") == "cdc_plugin" and "weights" not in beside
+    described = any(_is_ours(checkpoint.sidecar, name) for name in (DESCRIPTION, HUB_DESCRIPTION))
     # Weights that lost their description are told by both heads, and then the error says what is missing.
     heads = ("clustering_head.", "calibration_head.")
     return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
@@ -110,7 +149,8 @@ def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if description.get("heads"):  # others may write a backbone alone
         heads = native_heads(description, tensors, backbone.feature_dim, str(checkpoint.path))
     provenance = description.get("provenance") or {}
-    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {DESCRIPTION}")
+    file = description_file(checkpoint.path.parent)
+    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file.name}")
     return Loaded(backbone, Origin("cdc-refine", describe(backbone.spec), provenance.get("epochs"), why), heads)
 
 

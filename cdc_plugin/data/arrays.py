@@ -48,14 +48,18 @@ def read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
             return np.load(path, mmap_mode="c", allow_pickle=False), None
         # Opened here, since NumPy leaves a broken archive open.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            image_key = _image_key(archive, path)
+            key = image_key(archive, path)
             label_key = next((key for key in LABEL_KEYS if key in archive.files), None)
-            return archive[image_key], None if label_key is None else archive[label_key]
+            return archive[key], None if label_key is None else archive[label_key]
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{path} can not be read as a NumPy file ({error}); expected an array of images without pickled "
-            "objects, such as np.savez(path, x=images, y=labels) writes"
-        ) from error
+        raise unreadable_file(path, error) from error
+
+
+def unreadable_file(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} can not be read as a NumPy file ({error}); expected an array of images without pickled "
+        "objects, such as np.savez(path, x=images, y=labels) writes"
+    )
 
 
 def as_pixels(images: NDArray[Any] | torch.Tensor, description: str) -> Pixels:
@@ -114,7 +118,8 @@ def _checked_labels(labels: Any, count: int, description: str) -> NDArray[np.int
     return values.astype(np.int64)
 
 
-def _image_key(archive: Any, path: Path) -> str:
+def image_key(archive: Any, path: Path) -> str:
+    """Which member of a .npz file holds the images."""
     for key in IMAGE_KEYS:
         if key in archive.files:
             return key

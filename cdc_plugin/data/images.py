@@ -32,7 +32,7 @@ from cdc_plugin.data.source import ImageSource, UnreadableImageError
 from cdc_plugin.data.store import DiskStore, MemoryStore, cache_entry, read_cached
 from cdc_plugin.errors import UserError
 
-__all__ = ["ImageSet", "native_size", "open_images", "storage_size"]
+__all__ = ["ImageSet", "describe_source", "native_size", "open_images", "read_squares", "storage_size"]
 
 DEFAULT_SIZE = 224
 CHUNK = 256  # images resized at once when they come as an array
@@ -99,7 +99,7 @@ def open_images(
     if size < 8:
         raise UserError(f"the input size is at least 8 pixels; found {size}")
     side = storage_size(size)
-    known = _describe(source, side, root)
+    known = describe_source(source, side, root)
     if limit is not None:
         known = known.sample(limit)
     images, skipped, read_labels = _materialise(known, side, cache, progress)
@@ -148,7 +148,7 @@ def _default_size(source: Any) -> int:
     return native if native is not None and native <= SMALL_SIDE else DEFAULT_SIZE
 
 
-def _describe(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
+def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
     """Find out what kind of source this is, without reading more than it takes."""
     if isinstance(source, ImageSource):
         return source
@@ -200,7 +200,7 @@ def _materialise(
     skipped: Skipped = []
     if entry is None:
         memory = MemoryStore(len(known), side)
-        for squares in _squares(known, side, skipped, progress):
+        for squares in read_squares(known, side, skipped, progress):
             memory.append(squares)
         return memory.finish(), skipped, known.labels
     cached = read_cached(entry)
@@ -210,14 +210,14 @@ def _materialise(
         read_labels = None if stored is None else np.array(stored, dtype=np.int64)
         return images, [(int(index), str(reason)) for index, reason in notes["skipped"]], read_labels
     with DiskStore(entry, len(known)) as disk:
-        for squares in _squares(known, side, skipped, progress):
+        for squares in read_squares(known, side, skipped, progress):
             disk.append(squares)
         label_list = None if known.labels is None else known.labels.tolist()
         images = disk.finish({"skipped": skipped, "labels": label_list})
     return images, skipped, known.labels
 
 
-def _squares(known: ImageSource, side: int, skipped: Skipped, progress: Progress | None) -> Iterator[Pixels]:
+def read_squares(known: ImageSource, side: int, skipped: Skipped, progress: Progress | None) -> Iterator[Pixels]:
     """Squares (n, side, side, 3) in order; what can not be read is appended to ``skipped`` instead."""
     show = progress or (lambda steps, total, description: steps)
     description = f"reading {known.description}"

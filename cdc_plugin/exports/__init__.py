@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from cdc_plugin.clusterer import Clusterer
 from cdc_plugin.errors import UserError
+from cdc_plugin.exports.hub import export_hub
 from cdc_plugin.exports.onnx_graph import export_onnx
 from cdc_plugin.exports.solo_learn import export_solo_learn
 from cdc_plugin.exports.source import Source, open_source
@@ -24,6 +25,7 @@ TARGETS: Mapping[str, Callable[[Source, Path, bool], Written]] = MappingProxyTyp
         "timm": export_timm,
         "torchvision": export_torchvision,
         "onnx": export_onnx,
+        "hub": export_hub,
     }
 )
 
@@ -40,7 +42,7 @@ def export_model(
 
     Args:
         model: result folder, checkpoint, or a model in memory, which may be of the user's own class.
-        out: a folder for solo-learn and timm, a file for torchvision (``.pth``) and onnx (``.onnx``).
+        out: a folder for solo-learn, timm and hub, a file for torchvision (``.pth``) and onnx (``.onnx``).
         overwrite: replace the files of an earlier export.
         format, arch: what wrote the checkpoint and its network, where the file does not tell.
     """

@@ -28,12 +28,14 @@ class Source:
     Args:
         name: the path it came from, for messages.
         epochs: how long it was trained, where known.
+        model: the whole model, where the user gave one in memory.
     """
 
     name: str
     backbone: Backbone
     head: nn.Module | None = None
     epochs: int | None = None
+    model: Clusterer | None = None
 
     @property
     def network(self) -> str:
@@ -58,7 +60,7 @@ def open_source(
     if isinstance(model, Source):
         return model
     if isinstance(model, Clusterer):
-        source = Source("the model", model.backbone.eval(), model.calibration_head.eval())
+        source = Source("the model", model.backbone.eval(), model.calibration_head.eval(), model=model.eval())
     elif isinstance(model, Backbone):
         source = Source("the backbone", model.eval())
     else:

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cdc_plugin.errors import UserError
-
-Integers = NDArray[np.int64]
+from cdc_plugin.metrics.checks import Integers, probability_table
 
 
 def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:
@@ -51,6 +50,36 @@ def correct_samples(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> N
     return matched[np.asarray(predicted)] == np.searchsorted(classes, np.asarray(labels))
 
 
+def true_columns(probs: ArrayLike, labels: ArrayLike) -> Integers:
+    """(N,) the column, that is cluster, that stands for each sample's class; ``probs.argmax(1)`` equal to it is right.
+
+    Clusters are matched as in `match_clusters`; of several best matchings the one that gives the classes the most
+    probability is taken, so that renumbering the clusters changes no figure. Classes that are left without a
+    cluster, as there are fewer clusters than classes, get numbers of their own past the last column: C, C + 1, ...
+
+    Args:
+        probs: (N, C) cluster probabilities.
+        labels: (N,) class of every sample.
+    """
+    from scipy.sparse import csr_array
+
+    table = probability_table(probs)
+    samples, clusters = table.shape
+    predicted, truth = _paired(table.argmax(axis=1), labels)
+    classes, class_index = np.unique(truth, return_inverse=True)
+    counts = _count_pairs(predicted, class_index, clusters, len(classes))
+    one_hot = csr_array((np.ones(samples, table.dtype), class_index, np.arange(samples + 1)), (samples, len(classes)))
+    mass = (one_hot.T @ table).T.astype(np.float64)  # (clusters, classes) sums of probability
+    # All masses together are below 1 after the division, and thus never outweigh one sample.
+    matched = _assign(counts + mass / (2 * samples))
+    with_cluster = np.flatnonzero(matched >= 0)
+    column = np.full(len(classes), -1)
+    column[matched[with_cluster]] = with_cluster
+    without = np.flatnonzero(column < 0)
+    column[without] = clusters + np.arange(len(without))
+    return column[class_index]
+
+
 def accuracy(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> float:
     """Share of samples in the cluster that is matched to their class."""
     return float(correct_samples(predicted, labels, clusters).mean())
@@ -85,8 +114,6 @@ def adjusted_rand_index(predicted: ArrayLike, labels: ArrayLike) -> float:
 
 def _match(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> tuple[Integers, Integers]:
     """Index of each cluster's class or -1, (clusters,), and the label of each class index."""
-    from scipy.optimize import linear_sum_assignment  # half a second of import, needed with labels only
-
     found, truth = _paired(predicted, labels)
     if found.min() < 0 or found.max() >= clusters:
         raise UserError(
@@ -95,10 +122,17 @@ def _match(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> tuple[Inte
         )
     classes, class_index = np.unique(truth, return_inverse=True)
     counts = _count_pairs(found, class_index, clusters, len(classes))
-    rows, columns = linear_sum_assignment(counts, maximize=True)
-    matched = np.full(clusters, -1, dtype=np.int64)
+    return _assign(counts), classes
+
+
+def _assign(weights: NDArray[np.int64] | NDArray[np.float64]) -> Integers:
+    """Index of each row's column, or -1, so that the sum of the weights is largest."""
+    from scipy.optimize import linear_sum_assignment  # half a second of import, needed with labels only
+
+    rows, columns = linear_sum_assignment(weights, maximize=True)
+    matched = np.full(len(weights), -1, dtype=np.int64)
     matched[rows] = columns
-    return matched, classes
+    return matched
 
 
 def _paired(predicted: ArrayLike, labels: ArrayLike) -> tuple[Integers, Integers]:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.cli import predict_parser, refine_parser
+from cdc_plugin.cli import refine_parser
 from cdc_plugin.cli_export import export_parser
 from cdc_plugin.cli_inspect import inspect_parser
+from cdc_plugin.cli_predict import predict_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ RESNET18 = {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--epochs", "1"]
 PROGRAMS = {
     "refine": "from cdc_plugin.cli import refine_command as main",
-    "predict": "from cdc_plugin.cli import predict_command as main",
+    "predict": "from cdc_plugin.cli_predict import predict_command as main",
     "inspect": "from cdc_plugin.cli_inspect import inspect_command as main",
     "export": "from cdc_plugin.cli_export import export_command as main",
 }

@@ -22,7 +22,7 @@ FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.cs
 FILES |= {"model.safetensors", "model.json"}
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu"]
 REFINE = [sys.executable, "-m", "cdc_plugin"]
-PREDICT = [sys.executable, "-c", "from cdc_plugin.cli import predict_command; predict_command()"]
+PREDICT = [sys.executable, "-c", "from cdc_plugin.cli_predict import predict_command; predict_command()"]
 
 
 def environment() -> dict[str, str]:
@@ -104,7 +104,8 @@ def test_the_table_names_every_image_by_its_path(finished):
         rows = list(csv.DictReader(file))
     assert len(rows) == 91
     assert "class 0/gräu, and a comma.png" in {row["path"] for row in rows}
-    assert list(rows[0]) == ["path", "cluster", "confidence", "clustering_confidence", "second_cluster", "trusted"]
+    columns = ["path", "cluster", "confidence", "clustering_confidence", "second_cluster", "second_confidence", "trusted"]
+    assert list(rows[0]) == columns
     assert all(0 <= int(row["cluster"]) < 3 and 1 / 3 <= float(row["confidence"]) <= 1 for row in rows)
 
 

@@ -9,50 +9,34 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from exported_models import (
+    IMAGES,
+    MEAN,
+    RESNET18,
+    SHUFFLENET,
+    SMALL_RESNET18,
+    SMALL_STEM,
+    STD,
+    TEST_VIT,
+    TINY_RESNET,
+    OwnNetwork,
+    clusterer,
+    result_folder,
+)
 from safetensors.torch import load_file
 from torch import nn
 from torchvision import models
 
 from cdc_plugin import exports
 from cdc_plugin.checkpoints import load_backbone, load_checkpoint
-from cdc_plugin.checkpoints.architectures import build
 from cdc_plugin.cli_export import TARGETS, export_command
-from cdc_plugin.clusterer import Clusterer, load_model
+from cdc_plugin.clusterer import load_model
 from cdc_plugin.errors import UserError
-from cdc_plugin.exports import export_model, onnx_graph
+from cdc_plugin.exports import export_model
 from cdc_plugin.exports.torchvision_state import loading_code
-from cdc_plugin.heads import ClusterHead
 from cdc_plugin.model import Backbone
 
 ROOT = Path(__file__).resolve().parents[2]
-MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
-RESNET18 = {"family": "resnet", "block": "basic", "depths": [2, 2, 2, 2], "widths": [64, 128, 256, 512]}
-SMALL_STEM = {"kernel": 3, "stride": 1, "padding": 2, "pool": False}
-SMALL_RESNET18 = {**RESNET18, "stem": SMALL_STEM}
-SHUFFLENET = {"family": "torchvision", "name": "shufflenet_v2_x0_5", "kwargs": {}}
-TEST_VIT = {"family": "timm", "name": "test_vit", "kwargs": {"img_size": 32, "num_heads": 4, "patch_size": 8}}
-IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def clusterer(spec, clusters=4):
-    """A model with random weights and BatchNorm statistics that are not those of a new layer."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network, feature_dim = build(spec)
-        heads = [ClusterHead(feature_dim, 6, clusters) for _ in range(2)]
-        for layer in (layer for part in (network, *heads) for layer in part.modules()):
-            if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
-                layer.running_mean.uniform_(-0.2, 0.2)
-                layer.running_var.uniform_(0.5, 1.5)
-                nn.init.uniform_(layer.weight, 0.5, 1.0)
-                nn.init.uniform_(layer.bias, -0.2, 0.2)
-    return Clusterer(Backbone(network, feature_dim, MEAN, STD, 32, spec), *heads).eval()
-
-
-def result_folder(folder, spec):
-    folder.mkdir()
-    clusterer(spec).save(folder, {"epochs": 3})
-    return folder
 
 
 @torch.no_grad()
@@ -89,8 +73,7 @@ def shufflenet(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny_resnet(tmp_path_factory):
-    spec = {**SMALL_RESNET18, "depths": [1, 1, 1, 1], "widths": [8, 8, 8, 8]}
-    return result_folder(tmp_path_factory.mktemp("run") / "tiny", spec)
+    return result_folder(tmp_path_factory.mktemp("run") / "tiny", TINY_RESNET)
 
 
 def test_timm_loads_the_folder_in_each_of_its_three_ways(resnet18, tmp_path):
@@ -275,15 +258,6 @@ def test_assumed_statistics_stay_assumed(tmp_path):
     assert load_backbone(tmp_path / "out.pth").assumed == ("mean", "std")
 
 
-class OwnNetwork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-
-    def forward(self, images):
-        return self.layers(images)
-
-
 @pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])
 def test_network_of_a_users_own_class_is_refused(to, tmp_path):
     model = Backbone(OwnNetwork(), 5, MEAN, STD, 32)
@@ -343,72 +317,6 @@ def test_exported_weights_are_those_of_the_result(vit, tmp_path):
     kept = load_file(vit / "model.safetensors")
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(tensor, kept[f"backbone.{name}"])
-
-
-def test_missing_onnx_packages_are_named_with_what_to_type(tiny_resnet, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.setattr(onnx_graph, "PACKAGES", ("onnxscript",))
-    with pytest.raises(UserError, match=r"needs onnxscript; type: pip install 'cdc-plugin\[onnx\]'"):
-        export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
-
-
-def onnx_session(file):
-    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    return runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-
-
-@pytest.fixture
-def _onnx():
-    for package in onnx_graph.PACKAGES:
-        pytest.importorskip(package, reason=f"{package} is not installed")
-
-
-@pytest.mark.usefixtures("_onnx")
-def test_onnx_graph_predicts_for_any_number_of_images(tiny_resnet, tmp_path):
-    model = load_model(tiny_resnet)
-    export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
-    session = onnx_session(tmp_path / "m.onnx")
-    pixels = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
-    with torch.no_grad():
-        wanted = model((pixels - mean) / std).softmax(dim=1)
-        wanted_features = model.backbone((pixels - mean) / std)
-    for count in (1, 5):
-        probabilities, found = session.run(["probabilities", "features"], {"images": pixels[:count].numpy()})
-        torch.testing.assert_close(torch.from_numpy(probabilities), wanted[:count], rtol=0, atol=1e-5)
-        torch.testing.assert_close(torch.from_numpy(found), wanted_features[:count], rtol=0, atol=1e-4)
-
-
-@pytest.mark.usefixtures("_onnx")
-def test_onnx_file_says_what_it_wants(tiny_resnet, tmp_path):
-    import onnx
-
-    export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
-    session = onnx_session(tmp_path / "m.onnx")
-    (wanted,) = session.get_inputs()
-    facts = session.get_modelmeta().custom_metadata_map
-    assert (wanted.name, wanted.type, wanted.shape[1:]) == ("images", "tensor(float)", [3, 32, 32])
-    assert isinstance(wanted.shape[0], str)
-    assert [output.name for output in session.get_outputs()] == ["probabilities", "features"]
-    assert (json.loads(facts["mean"]), facts["clusters"], facts["input_size"]) == (MEAN, "4", "32")
-    assert onnx.load(str(tmp_path / "m.onnx")).opset_import[0].version == onnx_graph.OPSET
-    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
-
-
-@pytest.mark.usefixtures("_onnx")
-def test_users_own_class_can_become_a_graph_of_features(tmp_path):
-    model = Backbone(OwnNetwork(), 5, MEAN, STD, 32)
-    written = export_model(model, "onnx", tmp_path / "own.onnx")
-    assert [output.name for output in onnx_session(tmp_path / "own.onnx").get_outputs()] == ["features"]
-    assert any("features only" in note for note in written.notes)
-
-
-@pytest.mark.usefixtures("_onnx")
-def test_graph_that_computes_something_else_is_not_kept(tiny_resnet, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
-    with pytest.raises(UserError, match="nothing was written"):
-        export_model(tiny_resnet, "onnx", tmp_path / "m.onnx")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_command_names_the_files_and_how_to_load_them(vit, tmp_path, capsys):

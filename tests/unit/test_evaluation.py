@@ -1,5 +1,3 @@
-import csv
-
 import numpy as np
 import pytest
 import torch
@@ -13,48 +11,13 @@ from cdc_plugin.evaluation import (
     kmeans_assignment,
     label_free,
     measure,
-    prediction_table,
     trusted_samples,
-    write_table,
 )
 from cdc_plugin.heads import ClusterHead
 
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
 CALIBRATION = np.array([[0.8, 0.2, 0.0], [0.3, 0.6, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7]], dtype=np.float32)
-
-
-def test_the_table_by_hand():
-    table = prediction_table(["a/1.png", "b, c.png", "ü.png", "4"], CLUSTERING, CALIBRATION, np.array([True] * 4))
-    names = ("path", "cluster", "confidence", "clustering_confidence", "second_cluster", "trusted")
-    assert table.dtype.names == names
-    assert table["cluster"].tolist() == [0, 1, 1, 2]
-    assert table["second_cluster"].tolist() == [1, 0, 0, 1]
-    np.testing.assert_allclose(table["confidence"], [0.8, 0.6, 0.5, 0.7], rtol=1e-6)
-    np.testing.assert_allclose(table["clustering_confidence"], [0.9, 0.7, 0.5, 1.0], rtol=1e-6)
-
-
-def test_images_without_paths_are_named_by_their_index_and_new_images_have_no_trusted_column():
-    table = prediction_table(["0", "1", "2", "3"], CLUSTERING, CALIBRATION)
-    assert table.dtype.names == ("index", "cluster", "confidence", "clustering_confidence", "second_cluster")
-
-
-def test_the_csv_reads_back_with_commas_quotes_and_unicode_in_names(tmp_path):
-    names = ['say "cheese".png', "a, b.png", "größe 漢字.png", "line\nbreak.png"]
-    table = prediction_table(names, CLUSTERING, CALIBRATION, np.array([True, False, True, False]))
-    write_table(tmp_path / "p.csv", table)
-    with open(tmp_path / "p.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["path"] for row in rows] == names
-    assert [row["trusted"] for row in rows] == ["1", "0", "1", "0"]
-    assert rows[0]["confidence"] == "0.800000"
-    assert rows[0]["cluster"] == "0"
-
-
-def test_names_that_are_no_valid_text_do_not_lose_the_table(tmp_path):
-    name = b"\xff\xfe.png".decode("utf-8", "surrogateescape")  # how Python spells such a file name
-    write_table(tmp_path / "p.csv", prediction_table([name] * 4, CLUSTERING, CALIBRATION))
-    assert b"\xff\xfe.png" in (tmp_path / "p.csv").read_bytes()
 
 
 def test_label_free_figures_by_hand():
@@ -87,7 +50,7 @@ def test_figures_with_labels_by_hand_and_against_scikit_learn():
 
 def test_without_labels_only_confidence_and_sizes_are_stated():
     found = measure(CLUSTERING, CALIBRATION, np.array([0, 0, 1, 2]), None)
-    assert set(found["calibration_head"]) == {"CONF", "cluster_sizes"}
+    assert set(found["calibration_head"]) == {"CONF", "cluster_sizes", "bins", "histogram"}
     assert set(found["kmeans"]) == {"cluster_sizes"}
     assert found["calibration_head"]["cluster_sizes"] == [1, 2, 1]
 

@@ -7,15 +7,17 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cdc_plugin"
 LAYERS = [
-    {"__main__", "cli_export", "cli_inspect"},
+    {"__main__", "cli_evaluate", "cli_export", "cli_inspect", "cli_predict"},
     {"cli", "integrations"},
-    {"pipeline", "pretrain_demo", "exports", "inspection"},
-    {"batches", "inputs"},
-    {"engine", "evaluation", "augmentation", "initialisation", "diagnosis"},
-    {"clusterer"},
-    {"data", "checkpoints", "tracking", "results"},
+    {"pipeline", "planning", "assessment", "prediction", "pretrain_demo", "exports", "inspection"},
+    {"answers", "audit"},
+    {"batches", "inputs", "report"},
+    {"engine", "evaluation", "augmentation", "initialisation", "diagnosis", "quality", "hub", "outputs", "subjects"},
+    {"clusterer", "hub_card"},
+    {"data", "checkpoints", "tracking", "trackers", "results"},
+    {"tables"},
     {"model", "heads", "runtime"},
-    {"core", "metrics"},
+    {"core", "metrics", "selective"},
     {"config", "registry", "demo"},
     {"errors"},
 ]
@@ -76,6 +78,10 @@ def test_the_engine_cannot_see_a_label_even_indirectly():
     assert not parts_reached("engine") & forbidden
 
 
+def test_the_quality_card_cannot_see_a_label_measure():
+    assert not parts_reached("quality") & {"metrics", "evaluation", "report", "pipeline"}
+
+
 def test_metrics_import_nothing_of_the_package_but_its_error():
     assert parts_reached("metrics") <= {"errors"}
 
@@ -86,14 +92,16 @@ def test_the_mathematics_knows_neither_models_nor_files():
 
 def test_only_the_command_line_prints_and_parses_arguments():
     for file in PACKAGE.rglob("*.py"):
-        if file.name in ("cli.py", "cli_export.py", "cli_inspect.py", "pretrain_demo.py"):
+        if file.name.startswith("cli") or file.name == "pretrain_demo.py":
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         assert not called & {"print", "exit", "quit", "input"}, file
     assert {name for name, targets in GRAPH.items() if "argparse" in targets} == {
         "cdc_plugin.cli",
+        "cdc_plugin.cli_evaluate",
         "cdc_plugin.cli_export",
         "cdc_plugin.cli_inspect",
+        "cdc_plugin.cli_predict",
         "cdc_plugin.pretrain_demo",
     }

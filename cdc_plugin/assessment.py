@@ -1,0 +1,292 @@
+"""Any clustering model on any images, as it is: figures, and the files that tell of them. Read `evaluate` first.
+
+Nothing is trained or changed, and ground truth is for the report only.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cdc_plugin.answers import TITLES, Answers, ask, measure_answers, score_outside
+from cdc_plugin.clusterer import Clusterer
+from cdc_plugin.core.outliers import fit_prototypes
+from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation import Report, label_free, trusted_samples
+from cdc_plugin.inputs import settle_assumptions, take_small_images
+from cdc_plugin.report.findings import ComparedModel, Findings
+from cdc_plugin.report.page import write_comparison, write_page
+from cdc_plugin.results import CACHE, PAGE, PREDICTIONS, REPORT, evaluation_folder
+from cdc_plugin.runtime import choose_device, write_atomically
+from cdc_plugin.subjects import RunRecord, Subject, distinct_names, open_subject
+from cdc_plugin.tables import prediction_table, with_column, write_table
+from cdc_plugin.tracking import log, progress
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every model of an evaluation is shown.
+
+    Args:
+        root: where named data sets lie.
+        clusters: the most clusters of any of the models; so many images there must be.
+    """
+
+    data: Any
+    ood: tuple[Any, ...]
+    root: str | None
+    labels: bool
+    clusters: int
+    device: torch.device
+
+
+def evaluate(
+    model: str | Path | Clusterer,
+    data: Any = None,
+    ood: Sequence[Any] = (),
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    head: int | None = None,
+    format: str | None = None,
+    arch: str | None = None,
+    labels: bool = True,
+    device: str = "auto",
+) -> Report:
+    """Write report.html, report.json and predictions.csv of a model as it is.
+
+    Args:
+        model: a result folder of ``cdc-refine``, a checkpoint of SCAN, SeCu and others, or a `Clusterer`.
+        data: as for ``refine``; left out, the images that the model was refined on.
+        ood: sets of images that belong to none of the clusters, to see whether the model can tell.
+        out: folder for the files; a new one below ``cdc-runs`` if left out.
+        head, format, arch: for checkpoints of others, where the file does not tell.
+        labels: False ignores class sub-folders and label arrays.
+    """
+    subject = open_subject(model, format=format, arch=arch, head=head)
+    given = {"--format": format, "--arch": arch, "--head": head}
+    needless = [f"{name} {value}" for name, value in given.items() if value is not None]
+    if needless and not subject.foreign:
+        raise UserError(f"{subject.path or 'the model'} states its own network and heads; leave {needless[0]} out")
+    task = _task([subject], data, ood, labels, device)
+    with evaluation_folder(out, f"{subject.name}-evaluation", overwrite) as folder:
+        return assess(subject, task, folder, folder / CACHE)
+
+
+def compare(
+    models: Sequence[str | Path | Clusterer],
+    data: Any = None,
+    ood: Sequence[Any] = (),
+    out: str | Path | None = None,
+    *,
+    names: Sequence[str] = (),
+    overwrite: bool = False,
+    head: int | None = None,
+    format: str | None = None,
+    arch: str | None = None,
+    labels: bool = True,
+    device: str = "auto",
+) -> list[Report]:
+    """Evaluate several models on the same images: each in a sub-folder of its name, and one page of all.
+
+    Args:
+        data: left out, the images of the first model for which it is known what it was refined on.
+        names: what to call the models, one name each.
+        head, format, arch: for those of the models that are checkpoints of others.
+    """
+    if len(models) < 2:
+        raise UserError("a comparison takes at least two models; name another one")
+    if names and (len(names) != len(models) or len(set(names)) < len(names)):
+        raise UserError(f"{len(models)} models take as many different names; found {', '.join(names)}")
+    if any(name in ("", "..") or Path(name).name != name for name in names):
+        raise UserError(f"the names of models are used for folders and have no slash; found {', '.join(names)}")
+    subjects = [open_subject(model, format=format, arch=arch, head=head) for model in models]
+    chosen = names or distinct_names(subjects)
+    subjects = [replace(subject, name=name) for subject, name in zip(subjects, chosen, strict=True)]
+    task = _task(subjects, data, ood, labels, device)
+    with evaluation_folder(out, "comparison", overwrite) as folder:
+        reports = [assess(subject, task, folder / subject.name, folder / CACHE) for subject in subjects]
+        _write_comparison(folder, reports)
+        return reports
+
+
+def assess(subject: Subject, task: Task, folder: Path, cache: Path) -> Report:
+    """Show one model the images, measure its answers, and write the three files."""
+    began = time.monotonic()
+    images, outside = _open_inputs(subject, task, cache)
+    model = subject.model
+    model.backbone = settle_assumptions(model.backbone, images)
+    model.to(task.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    log.info("%s: %s, %s; %d images", subject.name, subject.writer, subject.network, len(images))
+
+    answers = ask(subject, images, task.device)
+    clusters = torch.from_numpy(answers.calibration.argmax(axis=1))
+    prototypes = model.prototypes or fit_prototypes(answers.features, clusters, model.clusters)
+    trusted = trusted_samples(answers.calibration)
+    card = label_free(answers.clustering, answers.calibration, trusted)
+    if subject.heads == 1:
+        card["heads_agree"] = None
+    run = _own_run(subject, images)
+    # What a run measured with labels is not shown beside what is measured without them.
+    earlier = run.report if run and run.report.get("labels") == (images.labels is not None) else {}
+    metrics: dict[str, Any] = {
+        "model": {
+            "name": subject.name,
+            "path": subject.path,
+            "writer": subject.writer,
+            "network": subject.network,
+            "heads": subject.heads,
+            "input_size": model.backbone.input_size,
+        },
+        "images": len(images),
+        "clusters": model.clusters,
+        "classes": None if images.labels is None else len(np.unique(images.labels)),
+        "data": images.source,
+        "labels": images.labels is not None,
+        "units": "fractions of 1; ECE has 15 equal-width bins",
+        "before": earlier.get("before"),
+        "after": measure_answers(subject, answers, images.labels),
+        "old_model": earlier.get("old_model"),
+        "label_free": card,
+        "outside": [
+            {
+                "data": other.source,
+                "images": len(other),
+                "scores": score_outside(answers, ask(subject, other, task.device), prototypes),
+            }
+            for other in outside
+        ],
+        "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    table = prediction_table(images.names, answers.clustering, answers.calibration, trusted)
+    if model.prototypes is not None:
+        distance = prototypes.distance(answers.features).numpy()
+        table = with_column(with_column(table, "distance", distance), "outlier", distance > prototypes.limit)
+    folder.mkdir(exist_ok=True)
+    report = Report(metrics, table, folder)
+    write_table(folder / PREDICTIONS, table)
+    _write_json(folder / REPORT, metrics)
+    write_page(folder / PAGE, _findings(subject, task, report, answers, images))
+    return report
+
+
+def _task(subjects: list[Subject], data: Any, ood: Sequence[Any], labels: bool, device: str) -> Task:
+    """What is asked for; images that are not named are those of the first run among the models."""
+    root = None
+    if data is None:
+        config = next((subject.run.config for subject in subjects if subject.run is not None), None)
+        if config is None or config.data is None or config.data.startswith("<"):
+            whose = subjects[0].path or "the model"
+            raise UserError(f"{whose} does not say which images it was made from; name some with --data")
+        data, root, labels = config.data, config.data_root, labels and config.labels
+    most = max(subject.model.clusters for subject in subjects)
+    return Task(data, tuple(ood), root, labels, most, choose_device(device))
+
+
+def _open_inputs(subject: Subject, task: Task, cache: Path) -> tuple[ImageSet, list[ImageSet]]:
+    """The images and the outside sets; every path is looked at before the first image is read."""
+    backbone = subject.model.backbone
+    take_small_images(backbone, task.data, task.root)
+    side = storage_size(backbone.input_size)
+    sources = [describe_source(source, side, task.root) for source in (task.data, *task.ood)]
+    images, *outside = (
+        open_images(source, backbone.input_size, labels=task.labels, cache=cache, progress=progress)
+        for source in sources
+    )
+    for found in (images, *outside):
+        for name, reason in found.skipped:
+            log.warning("skipped %s: %s", name, reason)
+    if len(images) < task.clusters:
+        raise UserError(
+            f"{images.source} has {len(images)} readable images, too few to evaluate {task.clusters} clusters; "
+            "add images, or sort these with cdc-predict"
+        )
+    return images, outside
+
+
+def _own_run(subject: Subject, images: ImageSet) -> RunRecord | None:
+    """The run's record where these are the images it was refined on; figures of other images do not compare."""
+    return subject.run if subject.run is not None and subject.run.digest == images.digest else None
+
+
+def _findings(subject: Subject, task: Task, report: Report, answers: Answers, images: ImageSet) -> Findings:
+    """What the page shows of one model."""
+    metrics, run = report.metrics, _own_run(subject, images)
+    before, after, old = metrics["before"] or {}, metrics["after"], metrics["old_model"]
+    return Findings(
+        title=f"{Path(images.source).name} in {metrics['clusters']} clusters",
+        facts=_facts(subject, metrics),
+        rows=[(TITLES[key], before.get(key), figures) for key, figures in after.items()],
+        diagrams=[(TITLES[key], after[key]) for key in answers.heads],
+        label_free=metrics["label_free"],
+        table=report.predictions,
+        probs=answers.calibration,
+        images=images,
+        history=run.history if run else [],
+        settings=run.settings if run else None,
+        command=_command(subject, task),
+        outside=metrics["outside"],
+        old_model=old,
+    )
+
+
+def _facts(subject: Subject, metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    backbone = subject.model.backbone
+    mean, std = (" ".join(f"{value:.3g}" for value in values.tolist()) for values in (backbone.mean, backbone.std))
+    classes = metrics["classes"]
+    labels = f"{classes} classes, for this report only" if classes is not None else "none"
+    return [
+        ("model", subject.path or "given in Python"),
+        ("written by", subject.writer),
+        ("network", subject.network),
+        ("input", f"{backbone.input_size} px, mean {mean}, std {std}"),
+        ("images", f"{metrics['images']:,} of {metrics['data']}"),
+        ("clusters", str(metrics["clusters"])),
+        ("labels", labels),
+    ]
+
+
+def _command(subject: Subject, task: Task) -> str | None:
+    """What to type to get this report again; None where something was given in Python."""
+    sources = (task.data, *task.ood)
+    if subject.path is None or not all(isinstance(source, str | Path) for source in sources):
+        return None
+    words = ["cdc-evaluate", "--model", subject.path, *subject.options, "--data", str(task.data)]
+    words += ["--ood", *map(str, task.ood)] if task.ood else []
+    words += [] if task.labels else ["--no-labels"]
+    return shlex.join(words)
+
+
+def _write_comparison(folder: Path, reports: list[Report]) -> None:
+    """One page and one report.json of several models; their own lie in the sub-folders."""
+    models = [
+        ComparedModel(
+            name=report.metrics["model"]["name"],
+            writer=report.metrics["model"]["writer"],
+            clusters=report.metrics["clusters"],
+            heads=[(TITLES[key], figures) for key, figures in report.metrics["after"].items() if key != "kmeans"],
+            label_free=report.metrics["label_free"],
+            outside=report.metrics["outside"],
+        )
+        for report in reports
+    ]
+    first = reports[0].metrics
+    facts = [("images", f"{first['images']:,} of {first['data']}")]
+    title = f"{Path(first['data']).name}: {' and '.join(model.name for model in models)}"
+    _write_json(folder / REPORT, {"data": first["data"], "models": [report.metrics for report in reports]})
+    write_comparison(folder / PAGE, title, facts, models)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))

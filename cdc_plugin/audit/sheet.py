@@ -1,0 +1,172 @@
+"""audit.csv: the drawn images with a column for the answers, as it is written and as it comes back."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdc_plugin.errors import UserError
+
+FILE = "audit.csv"
+NEEDED = ("id", "cluster", "confidence", "answer", "audit")
+DELIMITERS = ",;\t"
+TRUE_WORDS = {"1", "true", "wahr", "yes"}
+AGAIN = "write a new audit with cdc-predict --audit"
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """One drawn image; ``selected`` is None where nothing was selected, ``answer`` is as it was typed."""
+
+    id: str
+    cluster: int
+    confidence: float
+    selected: bool | None
+    answer: str
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What came back: the rows that are there, how many were drawn, and of how many images."""
+
+    rows: list[AuditRow]
+    drawn: int
+    images: int
+    source: str
+
+
+def sheet_rows(table: np.recarray, rows: NDArray[np.int64], source: str) -> list[list[str]]:
+    """Header and one line for each drawn row of the table, in that order, with an empty answer.
+
+    What a reader has to know of the whole audit stands in every line, so that the file can be sent around alone.
+    """
+    columns = table.dtype.names or ()
+    name = "path" if "path" in columns else "index"
+    kept = ["selected"] if "selected" in columns else []
+    audit = f"{len(rows)} of {len(table)} images; {' '.join(source.split())}"
+    lines = [["id", name, "cluster", "answer", "confidence", *kept, "audit"]]
+    for row in rows.tolist():
+        entry = table[row]
+        cluster = int(entry["cluster"])
+        row_id = _id(row, cluster, len(rows), len(table))
+        flags = [str(int(entry["selected"]))] if kept else []
+        lines.append([row_id, str(entry[name]), str(cluster), "", f"{entry['confidence']:.6f}", *flags, audit])
+    return lines
+
+
+def sheet_bytes(lines: list[list[str]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    # File names need not be valid UTF-8; their bytes are written as they are.
+    return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def read_sheet(path: Path) -> Sheet:
+    """The file as cdc-predict, the page or a spreadsheet wrote it: any of their separators, line ends, encodings."""
+    header, lines = _cells(path)
+    missing = [name for name in NEEDED if name not in header]
+    if missing:
+        raise UserError(
+            f"{path} is no audit: it has no column {missing[0]!r} (found {', '.join(header[:8])}); give the "
+            f"{FILE} that cdc-predict --audit wrote, with its answers"
+        )
+    if not lines:
+        raise UserError(f"{path} has a header and no rows; {AGAIN}")
+    rows: dict[str, AuditRow] = {}
+    audits = {}
+    for number, cells in lines:
+        entry = dict(zip(header, cells, strict=False))
+        where = f"{path}, line {number}"
+        drawn, images = _totals(entry["audit"], where)
+        audits[drawn, images] = entry["audit"].partition(";")[2].strip()
+        row = _row(entry, drawn, images, where)
+        if row.id in rows:
+            raise UserError(f"{where}: the id {row.id} is there twice; keep one row for each image")
+        rows[row.id] = row
+    if len(audits) > 1:
+        raise UserError(f"{path} holds rows of {len(audits)} audits; give the rows of one")
+    return Sheet(list(rows.values()), drawn, images, audits[drawn, images])
+
+
+def _row(entry: dict[str, str], drawn: int, images: int, where: str) -> AuditRow:
+    row_id = entry["id"].strip()
+    try:
+        cluster, confidence = int(entry["cluster"]), float(entry["confidence"].replace(",", "."))
+        in_range = cluster >= 0 and 0 <= confidence <= 1.001
+    except ValueError:
+        in_range = False
+    if not in_range:
+        raise UserError(
+            f"{where}: expected a cluster number and a confidence from 0 to 1, found {entry['cluster']!r} and "
+            f"{entry['confidence']!r}; change nothing but the answers"
+        )
+    number = re.fullmatch(r"r(\d+)-[0-9a-f]{4}", row_id)
+    if number is None or row_id != _id(int(number.group(1)), cluster, drawn, images):
+        raise UserError(
+            f"{where}: the id {row_id[:40]!r} does not fit cluster {cluster} of this audit; one of them was edited: "
+            f"change nothing but the answers, or {AGAIN}"
+        )
+    selected = entry["selected"].strip().lower() in TRUE_WORDS if "selected" in entry else None
+    return AuditRow(row_id, cluster, min(confidence, 1.0), selected, entry["answer"].strip())
+
+
+def _totals(audit: str, where: str) -> tuple[int, int]:
+    found = re.match(r"\s*(\d+) of (\d+) images", audit)
+    if found is None:
+        raise UserError(
+            f"{where}: expected 'N of M images' in the column 'audit', found {audit[:40]!r}; change nothing but the "
+            "answers"
+        )
+    return int(found.group(1)), int(found.group(2))
+
+
+def _id(row: int, cluster: int, drawn: int, images: int) -> str:
+    """Number of the row and a checksum; it starts with a letter, or a spreadsheet might make a date of it."""
+    checksum = zlib.crc32(f"{row} {cluster} {drawn} {images}".encode()) & 0xFFFF
+    return f"r{row}-{checksum:04x}"
+
+
+def _cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Names of the columns, and every line that is not empty with its number."""
+    text = _decode(_bytes(path), path)
+    first = text.lstrip().partition("\n")[0]
+    delimiter = max(DELIMITERS, key=first.count)
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
+    except csv.Error as error:
+        raise UserError(f"{path} cannot be read as CSV ({error}); give the {FILE} of an audit") from error
+    if not lines:
+        raise UserError(f"{path} is empty; {AGAIN}")
+    header = [cell.strip().lower() for cell in lines[0][1]]
+    # A spreadsheet may drop empty cells at the end of a line.
+    return header, [(number, cells + [""] * (len(header) - len(cells))) for number, cells in lines[1:]]
+
+
+def _bytes(path: Path) -> bytes:
+    file = path / FILE if path.is_dir() else path
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot read {file} ({error.strerror or error}); give the {FILE} of an audit, with its answers"
+        ) from error
+
+
+def _decode(data: bytes, path: Path) -> str:
+    if data.startswith((b"PK", b"\xd0\xcf\x11\xe0")):
+        raise UserError(f"{path} is a workbook; save it as CSV in the spreadsheet program, and give that file")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return data.decode("utf-16", "replace")
+    # Only ids, numbers and answers matter here; a name or class in another encoding keeps apart what differs.
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("latin-1").removeprefix("\xef\xbb\xbf")

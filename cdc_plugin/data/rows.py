@@ -1,0 +1,110 @@
+"""Image arrays read block by block, so that a file of any size takes the memory of one block."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.lib import format as numpy_format
+from numpy.typing import NDArray
+
+from cdc_plugin.data.arrays import image_key, unreadable_file
+
+UNREADABLE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class ArrayRows:
+    """An array of images (N, ...) that need not be in memory.
+
+    Args:
+        shape, dtype: as stored, in any layout that images come in.
+        blocks: from a size to consecutive blocks of so many rows, the last one shorter.
+        names: one a row.
+        description: what to call the array in messages.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    blocks: Callable[[int], Iterator[NDArray[Any]]]
+    names: list[str]
+    description: str
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def rows_in_memory(array: NDArray[Any], description: str, names: list[str] | None = None) -> ArrayRows:
+    """An array that is there already; its images are named by their index where they have no other name."""
+
+    def blocks(size: int) -> Iterator[NDArray[Any]]:
+        for start in range(0, len(array), size):
+            yield array[start : start + size]
+
+    return ArrayRows(array.shape, array.dtype, blocks, names or _numbers(array.shape), description)
+
+
+def rows_of_file(path: Path) -> ArrayRows:
+    """The images of a .npy or .npz file; never unpickles, and never looks at labels."""
+    try:
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"PK"  # what is inside counts, not the extension
+        return _packed_rows(path) if packed else _plain_rows(path)
+    except UNREADABLE as error:
+        raise unreadable_file(path, error) from error
+
+
+def _plain_rows(path: Path) -> ArrayRows:
+    whole = np.load(path, mmap_mode="c", allow_pickle=False)
+    if not whole.flags.c_contiguous or whole.ndim == 0:
+        return rows_in_memory(whole, str(path))
+    row_bytes = prod(whole.shape[1:]) * whole.dtype.itemsize
+
+    def blocks(size: int) -> Iterator[NDArray[Any]]:
+        # A map of its own for every block: pages of one large map would count as memory until it is closed.
+        for start in range(0, len(whole), size):
+            shape = (min(size, len(whole) - start), *whole.shape[1:])
+            yield np.memmap(path, whole.dtype, "c", whole.offset + start * row_bytes, shape)
+
+    return ArrayRows(whole.shape, whole.dtype, blocks, _numbers(whole.shape), str(path))
+
+
+def _packed_rows(path: Path) -> ArrayRows:
+    # Opened here, since NumPy leaves a broken archive open.
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+        key = image_key(archive, path)
+        member = f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
+        with archive.zip.open(member) as stream:
+            shape, column_first, dtype = _header(stream)
+        if column_first or dtype.hasobject:  # the latter is refused here
+            return rows_in_memory(archive[key], str(path))
+
+    def blocks(size: int) -> Iterator[NDArray[Any]]:
+        try:
+            with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
+                _header(stream)
+                for start in range(0, shape[0], size):
+                    block = (min(size, shape[0] - start), *shape[1:])
+                    content = stream.read(prod(block) * dtype.itemsize)
+                    yield np.frombuffer(bytearray(content), dtype).reshape(block)
+        except UNREADABLE as error:
+            raise unreadable_file(path, error) from error
+
+    return ArrayRows(shape, dtype, blocks, _numbers(shape), str(path))
+
+
+def _numbers(shape: tuple[int, ...]) -> list[str]:
+    return [str(index) for index in range(shape[0] if shape else 0)]
+
+
+def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and type that a .npy stream begins with."""
+    version = numpy_format.read_magic(cast(BinaryIO, stream))
+    read = numpy_format.read_array_header_1_0 if version == (1, 0) else numpy_format.read_array_header_2_0
+    return read(cast(BinaryIO, stream))

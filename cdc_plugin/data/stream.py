@@ -1,0 +1,167 @@
+"""Images of any source, chunk by chunk: memory does not grow with their number, and labels are never looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cdc_plugin.data.arrays import as_pixels
+from cdc_plugin.data.images import CHUNK, Skipped, describe_source, read_squares
+from cdc_plugin.data.named import datasets
+from cdc_plugin.data.resize import Pixels, squares_from_array
+from cdc_plugin.data.rows import ArrayRows, rows_in_memory, rows_of_file
+from cdc_plugin.data.source import ImageSource
+from cdc_plugin.errors import UserError
+
+
+class Chunk(NamedTuple):
+    """Images that were read: their names, (n,) which of the source they are, and squares (n, side, side, 3)."""
+
+    names: list[str]
+    places: NDArray[np.int64]
+    squares: Pixels
+
+
+@dataclass(frozen=True)
+class ImageStream:
+    """Images that are known but not kept; made by `open_stream`.
+
+    Args:
+        side: of the squares they are read as.
+        unreadable: place and reason of every image that could not be read; whole after the last chunk.
+    """
+
+    source: ImageSource | ArrayRows
+    side: int
+    unreadable: Skipped = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """All images, whether they can be read or not."""
+        return len(self.source)
+
+    @property
+    def description(self) -> str:
+        return self.source.description
+
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Name and reason of what could not be read."""
+        return [(self.source.names[place], reason) for place, reason in self.unreadable]
+
+    def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
+        """All readable images in order, ``size`` at once; the next chunk is read while this one is used."""
+        self.unreadable.clear()
+        if isinstance(self.source, ArrayRows):
+            return _one_ahead(self._array_chunks(self.source, size))
+        chunks = self._image_chunks(self.source, size)
+        # A reader that is not known to be thread-safe stays in the thread of the caller.
+        return chunks if self.source.workers == 1 else _one_ahead(chunks)
+
+    def read(self, places: Sequence[int] | NDArray[np.int64]) -> tuple[Pixels, list[tuple[str, str]]]:
+        """Squares (n, side, side, 3) of a few images in the order asked for, and those that could not be read."""
+        wanted = np.asarray(places, dtype=np.int64)
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"{self.description} has images 0 to {len(self) - 1}, asked for {wanted.tolist()[:5]}")
+        squares = np.empty((len(wanted), self.side, self.side, 3), dtype=np.uint8)
+        if isinstance(self.source, ImageSource):
+            return _read_some(self.source, wanted, squares) if len(wanted) else (squares, [])
+        start = 0
+        for block in self.source.blocks(CHUNK):
+            inside = np.flatnonzero((wanted >= start) & (wanted < start + len(block)))
+            if len(inside):
+                squares[inside] = self._squared(block[wanted[inside] - start])
+            start += len(block)
+        return squares, []
+
+    def _array_chunks(self, rows: ArrayRows, size: int) -> Iterator[Chunk]:
+        start = 0
+        for block in rows.blocks(size):
+            places = np.arange(start, start + len(block))
+            yield Chunk(rows.names[start : start + len(block)], places, np.array(self._squared(block)))
+            start += len(block)
+
+    def _squared(self, block: NDArray[Any]) -> Pixels:
+        return squares_from_array(as_pixels(block, self.description), self.side)
+
+    def _image_chunks(self, source: ImageSource, size: int) -> Iterator[Chunk]:
+        places: list[int] = []
+        squares: list[Pixels] = []
+        for number, square in enumerate(read_squares(source, self.side, self.unreadable, None)):
+            places.append(number + len(self.unreadable))  # all before it were yielded or skipped
+            squares.append(square)
+            if len(squares) == size:
+                yield self._chunk(source, places, squares)
+                places, squares = [], []
+        if squares:
+            yield self._chunk(source, places, squares)
+
+    def _chunk(self, source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:
+        return Chunk([source.names[place] for place in places], np.array(places), np.concatenate(squares))
+
+
+def open_stream(source: Any, side: int) -> ImageStream:
+    """Look at a source of any kind that ``open_images`` takes, and read nothing of it yet but its names."""
+    rows = _array_rows(source)
+    if rows is None:
+        known = describe_source(source, side, None)
+        if not isinstance(known.content, np.ndarray):
+            return ImageStream(known, side)
+        rows = rows_in_memory(known.content, known.description, known.names)
+    # Layouts that are no images are told here, before anything is computed.
+    as_pixels(next(rows.blocks(1), np.empty(rows.shape, rows.dtype)), rows.description)
+    return ImageStream(rows, side)
+
+
+def read_images(source: Any, side: int, places: Sequence[int] | NDArray[np.int64]) -> Pixels:
+    """Squares (n, side, side, 3) of some images of a source, in the order asked for; for a few images only."""
+    squares, skipped = open_stream(source, side).read(places)
+    if skipped:
+        raise UserError(f"cannot read {skipped[0][0]}: {skipped[0][1]}")
+    return squares
+
+
+def _array_rows(source: Any) -> ArrayRows | None:
+    """Arrays and array files, as stored; None for anything else."""
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        return rows_in_memory(source, "array")
+    if isinstance(source, str | os.PathLike) and source not in datasets:
+        path = Path(source).expanduser()
+        if path.suffix.lower() in (".npz", ".npy") and path.is_file():
+            return rows_of_file(path)
+    return None
+
+
+def _read_some(source: ImageSource, places: NDArray[np.int64], squares: Pixels) -> tuple[Pixels, list[tuple[str, str]]]:
+    """Fill the squares with the readable ones of the images; returns those, and the others with the reason."""
+    read, unreadable = source.content, Skipped()
+    assert not isinstance(read, np.ndarray)
+    names = [source.names[place] for place in places]
+    some = replace(source, content=lambda index: read(int(places[index])), names=names, labels=None)
+    count = 0
+    try:
+        for square in read_squares(some, squares.shape[1], unreadable, None):
+            squares[count] = square[0]
+            count += 1
+    except UserError:
+        if len(unreadable) < len(places):  # that none of these few can be read does not condemn the source
+            raise
+    return squares[:count], [(names[place], reason) for place, reason in unreadable]
+
+
+def _one_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The same chunks; a thread makes the next one while the caller has the last."""
+    with ThreadPoolExecutor(1, "read-ahead") as reader:
+        ahead = reader.submit(next, chunks, None)
+        while (chunk := ahead.result()) is not None:
+            ahead = reader.submit(next, chunks, None)
+            yield chunk

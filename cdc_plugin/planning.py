@@ -1,0 +1,36 @@
+"""What a run would do, for ``--dry-run``: the inputs are read, nothing is computed and nothing is written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cdc_plugin.config import RefineConfig, batch_sizes, resolve, steps_an_epoch
+from cdc_plugin.initialisation import choose_init, with_clusters
+from cdc_plugin.inputs import check_request, open_data, open_network
+from cdc_plugin.runtime import choose_device
+
+
+def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
+    """What `run` would do, as resolved settings and words; reads the inputs and writes nothing."""
+    check_request(config, resume=False)
+    loaded = open_network(config, None)
+    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
+    assert config.clusters is not None
+    init = choose_init(config.init, loaded.heads, config.clusters)
+    images = open_data(config, backbone, None, None)
+    resolved = resolve(config, len(images), backbone.input_size)
+    resolved = dataclasses.replace(resolved, init=init)
+    sizes = batch_sizes(len(images), resolved.batch_size or 1)
+    parameters = sum(parameter.numel() for parameter in backbone.parameters())
+    lines = [
+        f"images: {len(images)} from {images.source}"
+        + (f", {len(images.skipped)} unreadable" if images.skipped else "")
+        + (", with labels for the report" if images.labels is not None else ", no labels"),
+        f"checkpoint: {loaded.origin.writer}, {loaded.origin.network}",
+        f"backbone: {parameters:,} parameters, {backbone.feature_dim} features, input {backbone.input_size} px"
+        + (f"; assumed: {', '.join(backbone.assumed)}" if backbone.assumed else ""),
+        f"training: {resolved.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
+        f"{steps_an_epoch(len(images), resolved)} steps an epoch, on {choose_device(config.device)}",
+        f"results: {resolved.out or 'a new folder below cdc-runs'}",
+    ]
+    return resolved, lines

@@ -1,0 +1,42 @@
+"""What a page shows, gathered before anything is drawn. Labels are in here for the report and for nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdc_plugin.data.images import ImageSet
+
+
+@dataclass(frozen=True)
+class Findings:
+    """One model on one set of images. Figures are what `evaluation.measure_head` gives; absent keys are left out."""
+
+    title: str
+    facts: list[tuple[str, str]]  # what was run: label, value
+    rows: list[tuple[str, dict[str, Any] | None, dict[str, Any] | None]]  # title, figures before, figures after
+    diagrams: list[tuple[str, dict[str, Any]]]  # reliability diagrams: title, figures
+    label_free: dict[str, Any]  # the quality card
+    table: np.recarray  # predictions of the model that is reported on
+    probs: NDArray[np.float32]  # (N, C) of its predicting head
+    images: ImageSet  # pixels for thumbnails, names, skipped files
+    history: list[dict[str, Any]] = field(default_factory=list)  # epochs as in metrics.jsonl
+    settings: str | None = None  # YAML of the run
+    command: str | None = None  # what to type to get this again
+    outside: list[dict[str, Any]] = field(default_factory=list)  # OOD: data, images, scores of each kind
+    old_model: dict[str, Any] | None = None  # report.json's old_model
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """One column of the side-by-side page."""
+
+    name: str
+    writer: str
+    clusters: int
+    heads: list[tuple[str, dict[str, Any]]]  # title, figures
+    label_free: dict[str, Any]
+    outside: list[dict[str, Any]]

@@ -1,0 +1,78 @@
+"""The table of predictions: one row an image, as a record array and as CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cdc_plugin.runtime import write_atomically
+
+BLOCK = 8192  # rows that are turned into text at once
+
+
+def prediction_table(
+    names: Sequence[str],
+    clustering: NDArray[np.float32],
+    calibration: NDArray[np.float32],
+    trusted: NDArray[np.bool_] | None = None,
+) -> np.recarray:
+    """One row an image, from the probabilities (N, C) of both heads."""
+    columns = prediction_columns(clustering, calibration)
+    return make_table(names, columns if trusted is None else {**columns, "trusted": trusted})
+
+
+def prediction_columns(
+    clustering: NDArray[np.float32], calibration: NDArray[np.float32]
+) -> dict[str, NDArray[np.generic]]:
+    """What is kept of the probabilities (N, C): the first two clusters of the calibration head, and how sure.
+
+    Of two clusters with the same probability the one with the lower number comes first.
+    """
+    first_two = np.argsort(-calibration, axis=1, kind="stable")[:, :2]
+    probabilities = np.take_along_axis(calibration, first_two, axis=1)
+    return {
+        "cluster": first_two[:, 0],
+        "confidence": probabilities[:, 0],
+        "clustering_confidence": clustering.max(axis=1),
+        "second_cluster": first_two[:, 1],
+        "second_confidence": probabilities[:, 1],
+    }
+
+
+def make_table(names: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> np.recarray:
+    """The names and columns as one table; the name column is ``index`` where images have no path of their own."""
+    name_column = "index" if all(name.isdigit() for name in names) else "path"
+    texts = np.array(names, dtype=object)
+    return np.rec.fromarrays([texts, *columns.values()], names=[name_column, *columns])  # type: ignore[call-overload]
+
+
+def with_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recarray:
+    """The table with one more column at its end."""
+    old = table.dtype.names or ()
+    return np.rec.fromarrays([*(table[each] for each in old), values], names=[*old, name])  # type: ignore[call-overload]
+
+
+def write_table(path: Path, table: np.recarray) -> None:
+    """The table as CSV (UTF-8, a header, numbers with 6 decimals, yes and no as 1 and 0)."""
+
+    def write(temporary: Path) -> None:
+        # File names need not be valid UTF-8; their bytes are written as they are.
+        with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(table.dtype.names or ())
+            for start in range(0, len(table), BLOCK):
+                rows = table[start : start + BLOCK].tolist()
+                writer.writerows([_cell(value) for value in row] for row in rows)
+
+    write_atomically(path, write)
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6f}" if isinstance(value, float) else value

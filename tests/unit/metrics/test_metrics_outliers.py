@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
+from torchmetrics.functional.classification import binary_average_precision
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.metrics import outlier_aupr, outlier_auroc, outlier_fpr95, summary_outliers
+
+RANDOM = np.random.default_rng(0)
+CASES = {
+    "random": (RANDOM.beta(5, 1, 700), RANDOM.beta(2, 2, 300)),
+    "float32": (RANDOM.beta(5, 1, 50).astype(np.float32), RANDOM.beta(2, 2, 900).astype(np.float32)),
+    "minus distances": (-RANDOM.gamma(2, 1, 400), -RANDOM.gamma(9, 3, 400)),
+    "many ties": (np.round(RANDOM.beta(5, 1, 300), 1), np.round(RANDOM.beta(2, 2, 300), 1)),
+    "ties at 1.0": (np.ones(30), np.ones(70)),
+    "apart": (np.linspace(0.6, 1, 40), np.linspace(0, 0.5, 60)),
+    "the wrong way round": (np.linspace(0, 0.5, 60), np.linspace(0.6, 1, 40)),
+    "one of each": (np.array([0.7]), np.array([0.7])),
+}
+
+
+def joined(case):
+    inside, outside = CASES[case]
+    return np.r_[np.ones(len(inside), dtype=int), np.zeros(len(outside), dtype=int)], np.r_[inside, outside]
+
+
+def test_figures_by_hand():
+    # Thresholds 0.9, 0.8, 0.4: inside 1, 2, 3 of 3 and outside 0, 1, 1 of 2.
+    found = summary_outliers([0.9, 0.8, 0.4], [0.8, 0.1])
+    assert found["AUROC"] == pytest.approx((1 + 0.5 + 0 + 3) / 6)
+    assert found["FPR95"] == pytest.approx(1 / 2)
+    assert found["AUPR"] == pytest.approx((1 + 2 / 3 + 3 / 4) / 3)
+
+
+def test_higher_means_inside():
+    assert summary_outliers([2.0, 3.0], [-5.0, 1.0]) == {"AUROC": 1.0, "FPR95": 0.0, "AUPR": 1.0}
+    assert summary_outliers([-5.0, 1.0], [2.0, 3.0])["AUROC"] == 0.0
+    assert summary_outliers([-5.0, 1.0], [2.0, 3.0])["FPR95"] == 1.0
+
+
+def test_a_score_that_tells_nothing():
+    assert summary_outliers([1.0] * 3, [1.0] * 9) == {"AUROC": 0.5, "FPR95": 1.0, "AUPR": 0.25}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_figures_agree_with_scikit_learn(case):
+    is_inside, scores = joined(case)
+    ours = summary_outliers(*CASES[case])
+    assert ours["AUROC"] == pytest.approx(roc_auc_score(is_inside, scores), abs=1e-12)
+    assert ours["AUPR"] == pytest.approx(average_precision_score(is_inside, scores), abs=1e-12)
+    false_rate, true_rate, _ = roc_curve(is_inside, scores, drop_intermediate=False)
+    oracle = false_rate[np.flatnonzero(true_rate >= 0.95 - 1e-12)[0]]
+    assert ours["FPR95"] == pytest.approx(oracle, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"minus distances"}))  # torchmetrics squashes those
+def test_precision_agrees_with_torchmetrics(case):
+    is_inside, scores = joined(case)
+    theirs = binary_average_precision(torch.tensor(scores), torch.tensor(is_inside))
+    assert outlier_aupr(*CASES[case]) == pytest.approx(float(theirs), abs=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_order_and_scale_do_not_matter(case):
+    inside, outside = (np.asarray(scores, dtype=np.float64) for scores in CASES[case])
+    rng = np.random.default_rng(1)
+    before = summary_outliers(inside, outside)
+    assert summary_outliers(rng.permutation(inside), rng.permutation(outside)) == before
+    assert summary_outliers(8 * inside - 3, 8 * outside - 3) == pytest.approx(before)
+
+
+def test_swapping_the_groups_mirrors_auroc():
+    inside, outside = CASES["many ties"]
+    assert outlier_auroc(outside, inside) == pytest.approx(1 - outlier_auroc(inside, outside))
+
+
+@pytest.mark.parametrize("measure", [outlier_auroc, outlier_fpr95, outlier_aupr, summary_outliers])
+def test_bad_input_is_refused_in_one_line(measure):
+    for inside, outside, words in [
+        ([], [0.5], "inside scores are a list"),
+        ([0.5], [], "outside scores are a list"),
+        ([[0.5]], [0.5], r"shape \(1, 1\)"),
+        ([0.5, float("nan")], [0.5], "inside scores are finite; found 1"),
+        ([0.5], [float("inf")], "outside scores are finite"),
+        ([0.5], ["a"], "outside scores are numbers"),
+    ]:
+        with pytest.raises(UserError, match=words) as caught:
+            measure(inside, outside)
+        assert "\n" not in str(caught.value)
