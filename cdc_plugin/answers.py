@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cdc_plugin.batches import FINAL
-from cdc_plugin.core.outliers import Prototypes
+from cdc_plugin.augmentation import choose_augmentation
+from cdc_plugin.batches import AUGMENTATION, FINAL, QUALITY, training_views
+from cdc_plugin.config import RefineConfig
+from cdc_plugin.core.outliers import Prototypes, fit_prototypes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import extract_features, head_probabilities, kmeans_assignment, measure
 from cdc_plugin.metrics.outliers import outlier_aupr, outlier_auroc, outlier_fpr95
+from cdc_plugin.quality import Evidence, assess, see_anew
+from cdc_plugin.report.of_evaluation import TITLES
 from cdc_plugin.runtime import generator
 from cdc_plugin.subjects import Subject
 from cdc_plugin.tracking import progress
 
-TITLES = {
-    "kmeans": "k-means on the features",
-    "clustering_head": "clustering head",
-    "calibration_head": "calibration head",
-    "model": "the model as it is",
-}
+PRECISION = "float32"
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,24 @@ class Answers:
         return list(self.heads.values())[-1]
 
 
+@dataclass(frozen=True)
+class Yardstick:
+    """Prototypes to measure distance with, and what the inside images (N,) measure.
+
+    No image is measured by prototypes that it took part in: those would flatter it.
+    """
+
+    prototypes: tuple[Prototypes, ...]
+    inside: Tensor
+
+    def distance(self, features: Tensor) -> Tensor:
+        return torch.stack([each.distance(features) for each in self.prototypes]).mean(dim=0)
+
+
 def ask(subject: Subject, images: ImageSet, device: torch.device) -> Answers:
     """The answers to every image; a model with one head is asked once."""
     model = subject.model
-    features = extract_features(model.backbone, images, device, "float32", progress)
+    features = extract_features(model.backbone, images, device, PRECISION, progress)
     if not torch.isfinite(features).all():
         raise UserError(f"{subject.path or 'the model'} gives features that are not finite: is this the right file?")
     if subject.heads == 1:
@@ -57,23 +70,54 @@ def ask(subject: Subject, images: ImageSet, device: torch.device) -> Answers:
     return Answers(features, {key: head_probabilities(head, features) for key, head in heads.items()})
 
 
-def measure_answers(subject: Subject, answers: Answers, labels: NDArray[np.int64] | None) -> dict[str, Any]:
-    """Figures by key of `TITLES`: k-means on the same features, and each head."""
-    seed = subject.run.config.seed if subject.run is not None else 0
-    device = subject.model.backbone.mean.device
-    again = kmeans_assignment(answers.features.to(device), subject.model.clusters, generator(seed, FINAL))
-    found = measure(answers.clustering, answers.calibration, again, labels)
+def ask_kmeans(subject: Subject, answers: Answers, device: torch.device) -> NDArray[np.int64]:
+    """K-means (N,) on the same features, as at the end of a run."""
+    randomness = generator(_settings(subject).seed, FINAL)
+    return kmeans_assignment(answers.features.to(device), subject.model.clusters, randomness)
+
+
+def measure_answers(
+    answers: Answers, kmeans: NDArray[np.int64], labels: NDArray[np.int64] | None
+) -> dict[str, dict[str, Any]]:
+    """Figures by key of `TITLES`: of k-means and of each head."""
+    found = measure(answers.clustering, answers.calibration, kmeans, labels)
     return {"kmeans": found["kmeans"]} | {key: found.get(key, found["calibration_head"]) for key in answers.heads}
 
 
-def score_outside(inside: Answers, outside: Answers, prototypes: Prototypes) -> dict[str, Any]:
+def quality_card(
+    subject: Subject, answers: Answers, kmeans: NDArray[np.int64], images: ImageSet, device: torch.device
+) -> dict[str, Any]:
+    """The label-free card, as at the end of a run; with one head there are no two that could agree."""
+    config, model = _settings(subject), subject.model
+    randomness = generator(config.seed, AUGMENTATION)
+    augment, _ = choose_augmentation(config.augment, model.backbone, model.calibration_head, images, device, randomness)
+    views = training_views(replace(config, augment=augment), model.backbone)
+    seen, anew = see_anew(model, images, views, device, PRECISION, generator(config.seed, QUALITY))
+    clustering, calibration, again = map(torch.from_numpy, (answers.clustering, answers.calibration, kmeans))
+    card = assess(Evidence(clustering, calibration, answers.features, again, seen, anew))
+    return card if subject.heads > 1 else card | {"heads_agree": None, "clustering_confidence": None}
+
+
+def yardstick(answers: Answers, prototypes: Prototypes | None) -> Yardstick:
+    """That of the given prototypes, which saw none of the images; else each half is measured by the other's."""
+    if prototypes is not None:
+        return Yardstick((prototypes,), prototypes.distance(answers.features))
+    features, clusters = answers.features, answers.calibration.shape[1]
+    assignment = torch.from_numpy(answers.calibration.argmax(axis=1))
+    half = torch.arange(len(features)) % 2 == 0
+    fitted = [fit_prototypes(features[part], assignment[part], clusters) for part in (half, ~half)]
+    inside = torch.where(half, fitted[1].distance(features), fitted[0].distance(features))
+    return Yardstick(tuple(fitted), inside)
+
+
+def score_outside(inside: Answers, outside: Answers, by: Yardstick) -> dict[str, dict[str, float | None]]:
     """How well images from elsewhere are told apart: by each head's confidence (the paper's protocol), by distance."""
-    sure = {TITLES[key]: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
-    far_in, far_out = (prototypes.distance(answers.features).numpy() for answers in (inside, outside))
-    return {by: _told_apart(*scores) for by, scores in {**sure, "distance": (-far_in, -far_out)}.items()}
-
-
-def _told_apart(inside: NDArray[np.float32], outside: NDArray[np.float32]) -> dict[str, float | None]:
-    """Figures of scores (N,) and (M,) that are to be higher inside."""
+    scores = {TITLES[key]: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
+    scores["distance"] = (-by.inside.numpy(), -by.distance(outside.features).numpy())
     kinds = {"AUROC": outlier_auroc, "FPR95": outlier_fpr95, "AUPR": outlier_aupr}
-    return {name: kind(inside, outside) for name, kind in kinds.items()}
+    return {title: {name: kind(*pair) for name, kind in kinds.items()} for title, pair in scores.items()}
+
+
+def _settings(subject: Subject) -> RefineConfig:
+    """Those of its run, else the usual ones: so much is drawn by chance as at the end of a run."""
+    return subject.run.config if subject.run is not None else RefineConfig()

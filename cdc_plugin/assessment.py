@@ -16,18 +16,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from cdc_plugin.answers import TITLES, Answers, ask, measure_answers, score_outside
+from cdc_plugin.answers import Answers, ask, ask_kmeans, measure_answers, quality_card, score_outside, yardstick
 from cdc_plugin.clusterer import Clusterer
-from cdc_plugin.core.outliers import fit_prototypes
+from cdc_plugin.core.outliers import Prototypes
 from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation import Report, label_free, trusted_samples
+from cdc_plugin.evaluation import Report, trusted_samples
 from cdc_plugin.inputs import settle_assumptions, take_small_images
-from cdc_plugin.report.findings import ComparedModel, Findings
+from cdc_plugin.report.of_evaluation import (
+    compared_model,
+    comparison_facts,
+    comparison_title,
+    findings_of_evaluation,
+)
 from cdc_plugin.report.page import write_comparison, write_page
 from cdc_plugin.results import CACHE, PAGE, PREDICTIONS, REPORT, evaluation_folder
 from cdc_plugin.runtime import choose_device, write_atomically
-from cdc_plugin.subjects import RunRecord, Subject, distinct_names, open_subject
+from cdc_plugin.subjects import Subject, distinct_names, open_subject
 from cdc_plugin.tables import prediction_table, with_column, write_table
 from cdc_plugin.tracking import log, progress
 
@@ -115,7 +120,10 @@ def compare(
     task = _task(subjects, data, ood, labels, device)
     with evaluation_folder(out, "comparison", overwrite) as folder:
         reports = [assess(subject, task, folder / subject.name, folder / CACHE) for subject in subjects]
-        _write_comparison(folder, reports)
+        found = [report.metrics for report in reports]
+        _write_json(folder / REPORT, {"data": found[0]["data"], "models": found})
+        models = [compared_model(each) for each in found]
+        write_comparison(folder / PAGE, comparison_title(found), comparison_facts(found), models)
         return reports
 
 
@@ -123,25 +131,25 @@ def assess(subject: Subject, task: Task, folder: Path, cache: Path) -> Report:
     """Show one model the images, measure its answers, and write the three files."""
     began = time.monotonic()
     images, outside = _open_inputs(subject, task, cache)
-    model = subject.model
+    model, device = subject.model, task.device
     model.backbone = settle_assumptions(model.backbone, images)
-    model.to(task.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     log.info("%s: %s, %s; %d images", subject.name, subject.writer, subject.network, len(images))
 
-    answers = ask(subject, images, task.device)
-    clusters = torch.from_numpy(answers.calibration.argmax(axis=1))
-    prototypes = model.prototypes or fit_prototypes(answers.features, clusters, model.clusters)
-    trusted = trusted_samples(answers.calibration)
-    card = label_free(answers.clustering, answers.calibration, trusted)
-    if subject.heads == 1:
-        card["heads_agree"] = None
-    run = _own_run(subject, images)
+    run = subject.run if subject.run is not None and subject.run.digest == images.digest else None
     # What a run measured with labels is not shown beside what is measured without them.
-    earlier = run.report if run and run.report.get("labels") == (images.labels is not None) else {}
+    earlier = run.report if run is not None and run.report.get("labels") == (images.labels is not None) else {}
+    answers = ask(subject, images, device)
+    kmeans = ask_kmeans(subject, answers, device)
+    # A run also knows how stable its last epochs were, so its own card is the better one.
+    card = run.report.get("label_free", {}) if run is not None else {}
+    if "warnings" not in card:
+        card = quality_card(subject, answers, kmeans, images, device)
     metrics: dict[str, Any] = {
         "model": {
             "name": subject.name,
             "path": subject.path,
+            "options": list(subject.options),
             "writer": subject.writer,
             "network": subject.network,
             "heads": subject.heads,
@@ -154,30 +162,40 @@ def assess(subject: Subject, task: Task, folder: Path, cache: Path) -> Report:
         "labels": images.labels is not None,
         "units": "fractions of 1; ECE has 15 equal-width bins",
         "before": earlier.get("before"),
-        "after": measure_answers(subject, answers, images.labels),
+        "after": measure_answers(answers, kmeans, images.labels),
         "old_model": earlier.get("old_model"),
         "label_free": card,
-        "outside": [
-            {
-                "data": other.source,
-                "images": len(other),
-                "scores": score_outside(answers, ask(subject, other, task.device), prototypes),
-            }
-            for other in outside
-        ],
+        "outside": _outside(subject, answers, None if run is not None else model.prototypes, outside, device),
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
         "seconds": round(time.monotonic() - began, 1),
     }
-    table = prediction_table(images.names, answers.clustering, answers.calibration, trusted)
+    table = prediction_table(
+        images.names, answers.clustering, answers.calibration, trusted_samples(answers.calibration)
+    )
     if model.prototypes is not None:
-        distance = prototypes.distance(answers.features).numpy()
-        table = with_column(with_column(table, "distance", distance), "outlier", distance > prototypes.limit)
+        distance = model.prototypes.distance(answers.features).numpy()
+        table = with_column(with_column(table, "distance", distance), "outlier", distance > model.prototypes.limit)
+    command = _command(subject, task)
+    findings = findings_of_evaluation(subject, run, metrics, table, answers.calibration, images, command)
     folder.mkdir(exist_ok=True)
-    report = Report(metrics, table, folder)
     write_table(folder / PREDICTIONS, table)
     _write_json(folder / REPORT, metrics)
-    write_page(folder / PAGE, _findings(subject, task, report, answers, images))
-    return report
+    write_page(folder / PAGE, findings)
+    return Report(metrics, table, folder)
+
+
+def _outside(
+    subject: Subject, inside: Answers, prototypes: Prototypes | None, sets: list[ImageSet], device: torch.device
+) -> list[dict[str, Any]]:
+    """How well the model tells each outside set from the images."""
+    if not sets:
+        return []
+    by = yardstick(inside, prototypes)
+    found = []
+    for images in sets:
+        scores = score_outside(inside, ask(subject, images, device), by)
+        found.append({"data": images.source, "images": len(images), "scores": scores})
+    return found
 
 
 def _task(subjects: list[Subject], data: Any, ood: Sequence[Any], labels: bool, device: str) -> Task:
@@ -214,48 +232,6 @@ def _open_inputs(subject: Subject, task: Task, cache: Path) -> tuple[ImageSet, l
     return images, outside
 
 
-def _own_run(subject: Subject, images: ImageSet) -> RunRecord | None:
-    """The run's record where these are the images it was refined on; figures of other images do not compare."""
-    return subject.run if subject.run is not None and subject.run.digest == images.digest else None
-
-
-def _findings(subject: Subject, task: Task, report: Report, answers: Answers, images: ImageSet) -> Findings:
-    """What the page shows of one model."""
-    metrics, run = report.metrics, _own_run(subject, images)
-    before, after, old = metrics["before"] or {}, metrics["after"], metrics["old_model"]
-    return Findings(
-        title=f"{Path(images.source).name} in {metrics['clusters']} clusters",
-        facts=_facts(subject, metrics),
-        rows=[(TITLES[key], before.get(key), figures) for key, figures in after.items()],
-        diagrams=[(TITLES[key], after[key]) for key in answers.heads],
-        label_free=metrics["label_free"],
-        table=report.predictions,
-        probs=answers.calibration,
-        images=images,
-        history=run.history if run else [],
-        settings=run.settings if run else None,
-        command=_command(subject, task),
-        outside=metrics["outside"],
-        old_model=old,
-    )
-
-
-def _facts(subject: Subject, metrics: dict[str, Any]) -> list[tuple[str, str]]:
-    backbone = subject.model.backbone
-    mean, std = (" ".join(f"{value:.3g}" for value in values.tolist()) for values in (backbone.mean, backbone.std))
-    classes = metrics["classes"]
-    labels = f"{classes} classes, for this report only" if classes is not None else "none"
-    return [
-        ("model", subject.path or "given in Python"),
-        ("written by", subject.writer),
-        ("network", subject.network),
-        ("input", f"{backbone.input_size} px, mean {mean}, std {std}"),
-        ("images", f"{metrics['images']:,} of {metrics['data']}"),
-        ("clusters", str(metrics["clusters"])),
-        ("labels", labels),
-    ]
-
-
 def _command(subject: Subject, task: Task) -> str | None:
     """What to type to get this report again; None where something was given in Python."""
     sources = (task.data, *task.ood)
@@ -265,26 +241,6 @@ def _command(subject: Subject, task: Task) -> str | None:
     words += ["--ood", *map(str, task.ood)] if task.ood else []
     words += [] if task.labels else ["--no-labels"]
     return shlex.join(words)
-
-
-def _write_comparison(folder: Path, reports: list[Report]) -> None:
-    """One page and one report.json of several models; their own lie in the sub-folders."""
-    models = [
-        ComparedModel(
-            name=report.metrics["model"]["name"],
-            writer=report.metrics["model"]["writer"],
-            clusters=report.metrics["clusters"],
-            heads=[(TITLES[key], figures) for key, figures in report.metrics["after"].items() if key != "kmeans"],
-            label_free=report.metrics["label_free"],
-            outside=report.metrics["outside"],
-        )
-        for report in reports
-    ]
-    first = reports[0].metrics
-    facts = [("images", f"{first['images']:,} of {first['data']}")]
-    title = f"{Path(first['data']).name}: {' and '.join(model.name for model in models)}"
-    _write_json(folder / REPORT, {"data": first["data"], "models": [report.metrics for report in reports]})
-    write_comparison(folder / PAGE, title, facts, models)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -177,11 +177,10 @@ def outcome(report: Report) -> str:
             f"{old['agreement_before']:.1%} of the images start in the old model's cluster, "
             f"{old['agreement_after']:.1%} end there ({old['writer']})"
         )
-    if facts["empty_clusters"]:
-        lines.append(f"warning: {facts['empty_clusters']} clusters are empty; try fewer --clusters")
+    lines += [f"warning: {warning['text']}" for warning in facts["warnings"]]
     if metrics["skipped"]:
         lines.append(f"{len(metrics['skipped'])} images could not be read; report.json names them")
-    lines.append(f"results: {report.folder}")
+    lines.append(f"results: {report.folder} (open report.html in a browser)")
     return "\n".join(lines)
 
 

@@ -29,6 +29,8 @@ Labels, where the images have them, are for the report only.
 """
 OVERCONFIDENT = 0.05  # confidence this far above the accuracy is worth a warning
 
+BY = {"distance": "distance", "the model as it is": "confidence"}
+
 
 def evaluate_command(arguments: Sequence[str] | None = None) -> None:
     """Entry point of ``cdc-evaluate``."""
@@ -68,9 +70,12 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise UserError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
     if options.names and not options.compare:
         raise UserError("--names are for models that are compared; give these with --compare")
-    if not options.quiet:
+    log = logging.getLogger("cdc_plugin")
+    if options.quiet:
+        log.addHandler(logging.NullHandler())  # without any, Python prints warnings itself
+    else:
         _log_to_terminal()
-        logging.getLogger("cdc_plugin").setLevel(logging.INFO)
+        log.setLevel(logging.INFO)
     from cdc_plugin.assessment import compare, evaluate
 
     how: dict[str, Any] = {
@@ -87,32 +92,30 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def outcome(reports: list[Report]) -> str:
     """The figures of one model or several, what to beware of, and images from elsewhere."""
-    from cdc_plugin.answers import TITLES
+    from cdc_plugin.report.of_evaluation import TITLES
 
-    several = len(reports) > 1
-    first = reports[0].metrics
-    columns = ["ACC", "NMI", "ARI", "ECE", "CONF"] if first["labels"] else ["CONF"]
-    rows = []
-    for report in reports:
-        name = f"{report.metrics['model']['name']}: " if several else ""
-        rows += [(name + TITLES[key], figures) for key, figures in report.metrics["after"].items()]
-    lines = ["", *_table("in %", columns, rows), ""]
-    for number, outside in enumerate(first["outside"]):
-        rows = []
-        for report in reports:
-            name = f"{report.metrics['model']['name']}: " if several else ""
-            rows += [(f"{name}by {by}", scores) for by, scores in report.metrics["outside"][number]["scores"].items()]
+    found = [report.metrics for report in reports]
+    names = [f"{metrics['model']['name']}: " if len(found) > 1 else "" for metrics in found]
+    labelled = found[0]["labels"]
+    rows = [
+        (name + TITLES[key], figures)
+        for name, metrics in zip(names, found, strict=True)
+        for key, figures in metrics["after"].items()
+        if labelled or key != "kmeans"
+    ]
+    lines = ["", *_table("in %", ["ACC", "NMI", "ARI", "ECE", "CONF"] if labelled else ["CONF"], rows), ""]
+    for number, outside in enumerate(found[0]["outside"]):
+        rows = [
+            (f"{name}by {BY.get(by, f'confidence, {by}')}", figures)
+            for name, metrics in zip(names, found, strict=True)
+            for by, figures in metrics["outside"][number]["scores"].items()
+        ]
         title = f"told from {outside['images']} images of {Path(outside['data']).name}, in %"
         lines += [*_table(title, ["AUROC", "FPR95", "AUPR"], rows), ""]
-    for report in reports:
-        metrics = report.metrics
-        name = f"{metrics['model']['name']}: " if several else ""
-        expected = metrics["label_free"]["expected_accuracy"]
-        lines.append(
-            f"{name}{metrics['images']} images in {metrics['clusters']} clusters; expected accuracy {expected:.1%} "
-            "(mean confidence)"
-        )
-        lines += [f"{name}{line}" for line in cautions(metrics)]
+    for name, metrics in zip(names, found, strict=True):
+        sorted_into = f"{metrics['images']} images in {metrics['clusters']} clusters"
+        expected = f"expected accuracy {metrics['label_free']['expected_accuracy']:.1%} (mean confidence)"
+        lines += [f"{name}{line}" for line in (f"{sorted_into}; {expected}", *cautions(metrics))]
     return "\n".join(lines)
 
 
@@ -138,7 +141,8 @@ def _advice(metrics: dict[str, Any]) -> str:
     if metrics["model"]["heads"] != 1:
         return ""
     backbone, data = (shlex.quote(str(word)) for word in (metrics["model"]["path"], metrics["data"]))
-    return f"; to calibrate it: cdc-refine --backbone {backbone} --data {data} --init keep"
+    options = "".join(f" {word}" for word in metrics["model"]["options"])
+    return f"; to calibrate it: cdc-refine --backbone {backbone}{options} --data {data} --init keep"
 
 
 def _table(title: str, columns: Sequence[str], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -94,7 +94,6 @@ def _predict(options: argparse.Namespace) -> None:
     from cdc_plugin.tracking import progress
 
     subject = open_subject(options.model, head=options.head)
-    _warn_of_confidence(subject)
     found = predict_images(subject.model, options.data, choose_device(options.device), options.batch_size, progress)
     chosen = _select(options, found)
     if chosen is not None:
@@ -104,6 +103,7 @@ def _predict(options: argparse.Namespace) -> None:
     else:
         _write_audit(options, found)
     _tell(found, chosen)
+    _warn_of_confidence(subject)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -175,7 +175,7 @@ def _tell(found: Prediction, chosen: Acceptance | None) -> None:
     table = found.table
     if chosen is not None:
         print(_selected(chosen, table["confidence"].max()))
-    if "outlier" in table.dtype.names and table["outlier"].any():
+    if "outlier" in (table.dtype.names or ()) and table["outlier"].any():
         outliers = int(table["outlier"].sum())
         are = "image is" if outliers == 1 else "images are"
         print(

@@ -30,6 +30,7 @@ from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import choose_device
+from cdc_plugin.trackers import make_trackers
 from cdc_plugin.tracking import log, progress
 
 # Batches after which BatchNorm layers have forgotten how they were initialised (momentum 0.1: 0.5 % is left).
@@ -172,3 +173,4 @@ def check_request(config: RefineConfig, resume: bool) -> None:
         raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
     selections.get(config.selection)
     choose_device(config.device)
+    make_trackers(config.track)

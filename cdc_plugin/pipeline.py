@@ -63,6 +63,7 @@ from cdc_plugin.results import (
 )
 from cdc_plugin.runtime import choose_device, generator, write_atomically
 from cdc_plugin.tables import prediction_table, with_column, write_table
+from cdc_plugin.trackers import Tracking, make_trackers, open_all
 from cdc_plugin.tracking import TrainingProgress, log, log_to, progress, write_history
 
 
@@ -140,8 +141,9 @@ def run(
                 current = start(config, folder, module, data)
             else:
                 current = restart(config, folder, state, module, data)
-            train(current)
-            return finish(current, time.monotonic() - began)
+            with open_all(current.config.track, folder, current.config, current.history) as track:
+                train(current, track)
+                return finish(current, time.monotonic() - began, track)
     finally:
         leave_nothing_behind(folder)
 
@@ -209,7 +211,9 @@ def _old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dic
 def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: nn.Module | None, data: Any) -> Run:
     """The same run as after its last finished epoch; the checkpoint it began with is not needed any more."""
     stored = load_config(folder / CONFIG)
-    given, config = config, dataclasses.replace(stored, device=config.device)
+    track = stored.track if config.track is None else config.track
+    make_trackers(track)  # refuses those that are not installed here
+    given, config = config, dataclasses.replace(stored, device=config.device, track=track)
     record = state["backbone"]
     if record["spec"] is not None:
         network, _ = build(record["spec"])
@@ -235,7 +239,7 @@ def restart(config: RefineConfig, folder: Path, state: dict[str, Any], module: n
     return Run(config, folder, device, images, model, *kept, state)
 
 
-def train(current: Run) -> None:
+def train(current: Run, track: Tracking) -> None:
     """Algorithm 1; after every epoch the state is on disk before the next begins."""
     config, model = current.config, current.model
     epochs, frozen = config.epochs or 0, config.freeze_backbone
@@ -281,6 +285,7 @@ def train(current: Run) -> None:
         if refiner.epoch > epochs - WATCHED_EPOCHS:
             current.last_epochs.append(watch(model, current.images, current.device, config.precision))
         save()
+        track.epoch(current.history[-1])  # only now: a run that is killed in between makes up for it
 
     if current.state is None:
         save()
@@ -290,7 +295,7 @@ def train(current: Run) -> None:
         bar.close()
 
 
-def finish(current: Run, seconds: float) -> Report:
+def finish(current: Run, seconds: float, track: Tracking) -> Report:
     """Predict with the calibration head, compare with where the run began, write everything; the page comes last."""
     config, images, model, folder = current.config, current.images, current.model, current.folder
     assert config.clusters is not None
@@ -327,7 +332,7 @@ def finish(current: Run, seconds: float) -> Report:
     if current.old is not None:
         same = calibration.argmax(axis=1) == current.old["assignment"].numpy()
         metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
-    model.save(folder, _provenance(config, images))
+    model.save(folder, _provenance(config, images, metrics["label_free"]))
     table = prediction_table(images.names, clustering, calibration, trusted_samples(calibration))
     distance = model.prototypes.distance(features).numpy()
     table = with_column(with_column(table, "distance", distance), "outlier", distance > model.prototypes.limit)
@@ -336,12 +341,13 @@ def finish(current: Run, seconds: float) -> Report:
     write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
     findings = findings_of_run(config, folder, metrics, table, calibration, images, current.history)
     write_page(folder / PAGE, findings)
+    track.finish(metrics)
     log.info("finished in %.0f s: %s", seconds, folder)
     return Report(metrics, table, folder)
 
 
-def _provenance(config: RefineConfig, images: ImageSet) -> dict[str, Any]:
-    """Where a model comes from, for its model.json."""
+def _provenance(config: RefineConfig, images: ImageSet, card: dict[str, Any]) -> dict[str, Any]:
+    """Where a model comes from, and what was said of it, for its model.json."""
     return {
         "tool": "cdc_plugin",
         "backbone": config.backbone,
@@ -349,6 +355,8 @@ def _provenance(config: RefineConfig, images: ImageSet) -> dict[str, Any]:
         "data_digest": images.digest,
         "epochs": config.epochs,
         "seed": config.seed,
+        "expected_accuracy": round(card["expected_accuracy"], 4),
+        "warnings": [warning["text"] for warning in card["warnings"]],
     }
 
 
@@ -358,7 +366,7 @@ def _refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: in
     names = [
         item.name
         for item in dataclasses.fields(RefineConfig)
-        if item.name not in ("out", "device", "augment", "presumed")
+        if item.name not in ("out", "device", "augment", "presumed", "track")
     ]
     names = [name for name in names if name not in given.presumed]
     asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}

@@ -15,8 +15,8 @@ from cdc_plugin.runtime import write_atomically
 
 CONFIG, STATE, HISTORY, LOG = "config.yaml", "last.pt", "metrics.jsonl", "train.log"
 PREDICTIONS, REPORT, PAGE = "predictions.csv", "report.json", "report.html"
-RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, "model.safetensors", "model.json")
-RESULT_FILES += ("trackers.json",)
+OTHER_FILES = ("model.safetensors", "model.json", "trackers.json")
+RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *OTHER_FILES)
 EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
 CACHE = "cache"
 DEFAULT_PARENT = Path("cdc-runs")

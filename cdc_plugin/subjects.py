@@ -104,11 +104,12 @@ def read_run(folder: Path) -> RunRecord | None:
 
 
 def distinct_names(subjects: list[Subject]) -> list[str]:
-    """One name a model, usable as a folder: its own, where needed with that of its parent, else numbered."""
-    names = [subject.name for subject in subjects]
-    for place, subject in enumerate(subjects):
-        if [s.name for s in subjects].count(subject.name) > 1 and subject.path is not None:
-            names[place] = f"{Path(subject.path).absolute().parent.name}-{subject.name}"
+    """One name a model, usable as a folder: its own, its parent's where several are called alike, else numbered."""
+    own = [subject.name for subject in subjects]
+    names = [
+        Path(subject.path).absolute().parent.name or name if subject.path and own.count(name) > 1 else name
+        for subject, name in zip(subjects, own, strict=True)
+    ]
     return [
         f"{name}-{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)
     ]

@@ -62,6 +62,24 @@ def tiny_backbone(tiny_checkpoint: Path):
 
 
 @pytest.fixture(scope="session")
+def scan_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the second stage of SCAN saves, of a small network: two heads of 4 clusters, the second the better."""
+    from cdc_plugin.checkpoints.architectures import build
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        stem = {"kernel": 3, "stride": 1, "padding": 1, "pool": False}
+        network, features = build({**TINY_SPEC, "depths": [2, 2, 2, 2], "stem": stem})
+        heads = torch.randn(2, 4, features) * 4
+    state = {f"backbone.{key.replace('downsample', 'shortcut')}": value for key, value in network.state_dict().items()}
+    for number, weight in enumerate(heads):
+        state |= {f"cluster_head.{number}.weight": weight.clone(), f"cluster_head.{number}.bias": torch.zeros(4)}
+    path = tmp_path_factory.mktemp("scan") / "model.pth.tar"
+    torch.save({"model": {f"module.{key}": value for key, value in state.items()}, "head": np.int64(1)}, path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def write_images():
     """write_images(folder, pixels, labels=None): PNG files, in class sub-folders where labels are given."""
 

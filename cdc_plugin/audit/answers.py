@@ -30,17 +30,18 @@ def read_answers(path: Path) -> AuditResult:
             "into the column 'answer'"
         )
     words = [_word(row) for row in answered]
-    yes_or_no = [word in YES or word in NO for word in words]
     notes = _unanswered_notes(sheet, answered)
-    if all(said or word in DIGITS for said, word in zip(yes_or_no, words, strict=True)):
+    said = [row for row in answered if _word(row) in YES | NO]
+    named = [row for row in answered if _word(row) not in YES | NO | set(DIGITS)]
+    if said and named:
+        raise UserError(
+            f"{path} mixes yes or no ({said[0].answer!r} for {said[0].id}) with other words "
+            f"({named[0].answer[:40]!r} for {named[0].id}); answer all with yes or no, or all with the name of what "
+            "is to be seen"
+        )
+    if not named:
         right = np.array([word in YES or DIGITS.get(word, False) for word in words])
         judged = "whether an image belongs to its cluster"
-    elif any(yes_or_no):
-        odd, other = answered[yes_or_no.index(False)], answered[yes_or_no.index(True)]
-        raise UserError(
-            f"{path} mixes yes or no ({other.answer!r} for {other.id}) with other words ({odd.answer[:40]!r} for "
-            f"{odd.id}); answer all with yes or no, or all with the name of what is to be seen"
-        )
     else:
         right, note = _right_by_class(answered, words)
         notes = [note, *notes]
@@ -99,7 +100,7 @@ def _unanswered_notes(sheet: Sheet, answered: list[AuditRow]) -> list[str]:
         notes.append(f"{gone} of the {sheet.drawn} drawn images are not in the file; they count as not answered")
     open_rows = [row for row in sheet.rows if _word(row) in NOT_ANSWERED]
     low = np.quantile([row.confidence for row in sheet.rows], 0.25)
-    among_lowest = sum(row.confidence <= low for row in open_rows)
+    among_lowest = sum(row.confidence < low for row in open_rows)
     many = sheet.drawn - len(answered) > MANY_UNANSWERED * sheet.drawn
     if len(open_rows) >= 3 and 2 * among_lowest > len(open_rows):
         notes.append(

@@ -61,8 +61,8 @@ class Measured:
 class AuditResult:
     """Fractions of 1. ``selected`` is None where no image that was answered is selected, or nothing was.
 
-    The calibration error is that of ``bins`` bins with the same number of answers; it can only be too high, by
-    about as much as a perfectly calibrated model shows by chance.
+    The calibration error is that of ``bins`` bins with the same number of answers. The fewer answers, the more it
+    is too high on average: for a perfectly calibrated model by all of ``calibration_error_by_chance``.
     """
 
     source: str

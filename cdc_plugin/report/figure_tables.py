@@ -35,10 +35,15 @@ MEASURES = [
     Measure("BRIER", "Brier score", LOWER, "squared error of the probabilities"),
     Measure("NLL", "negative log-likelihood", LOWER, "punishes being sure and wrong"),
     Measure(
-        "AUROC", "failure rejection, area under ROC", HIGHER, "chance that a right image has more confidence than a wrong one"
+        "AUROC",
+        "failure rejection, area under ROC",
+        HIGHER,
+        "chance that a right image has more confidence than a wrong one",
     ),
     Measure("AURC", "failure rejection, risk over coverage", LOWER, "mean error among the surest images"),
-    Measure("FPR95", "failure rejection, false positives", LOWER, "wrong images kept where 95 % of the right ones are kept"),
+    Measure(
+        "FPR95", "failure rejection, false positives", LOWER, "wrong images kept where 95 % of the right ones are kept"
+    ),
 ]
 
 

@@ -29,7 +29,7 @@ def findings_of_run(
     """``metrics`` is the content of report.json, ``probs`` (N, C) are those of the calibration head."""
     return Findings(
         title=f"{images.source} in {metrics['clusters']} clusters",
-        facts=_facts(config, metrics, images),
+        facts=_facts(config, metrics, images, history),
         rows=rows_of_run(metrics),
         diagrams=diagrams_of_run(metrics),
         label_free=metrics["label_free"],
@@ -64,8 +64,11 @@ def diagrams_of_run(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]
     ]
 
 
-def _facts(config: RefineConfig, metrics: dict[str, Any], images: ImageSet) -> list[tuple[str, str]]:
-    minutes, seconds = divmod(round(metrics["seconds"]), 60)
+def _facts(
+    config: RefineConfig, metrics: dict[str, Any], images: ImageSet, history: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    # Of all epochs: a resumed run has computed some of them before.
+    minutes, seconds = divmod(round(sum(epoch.get("seconds", 0) for epoch in history)), 60)
     unreadable = f", {len(images.skipped):,} could not be read" if images.skipped else ""
     labels = "for this report only" if metrics["labels"] else "none"
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -92,6 +93,7 @@ def render_page(findings: Findings, made: date) -> str:
         "card_groups": _groups(cards),
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
         "pairs": confused_pairs(findings),
+        "carded": {card.number for card in cards},
         "looks": look_first(findings),
         "outside": outside_rows([("", findings.outside)]),
         "outliers": outlier_words(table),
@@ -142,19 +144,22 @@ def render_comparison(title: str, facts: list[tuple[str, str]], models: list[Com
 
 
 def _render(template: str, contents: list[tuple[str, str, Any]], values: dict[str, Any], made: date) -> str:
-    environment = Environment(
+    shown = [(anchor, name) for anchor, name, content in contents if content]
+    page = _templates().get_template(template)
+    return writable(page.render(**values, contents=shown, version=__version__, made=made.isoformat()))
+
+
+@functools.cache
+def _templates() -> Environment:
+    templates = Environment(
         loader=PackageLoader("cdc_plugin.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "shorten": shorten, "counted": count}
-    shown = [(anchor, name) for anchor, name, content in contents if content]
-    text = environment.get_template(template).render(
-        **values, contents=shown, version=__version__, made=made.isoformat()
-    )
-    return writable(text)
+    templates.filters |= {"percent": percent, "shorten": shorten, "counted": count}
+    return templates
 
 
 def _write(path: Path, text: str) -> None:
@@ -164,8 +169,8 @@ def _write(path: Path, text: str) -> None:
 def _headline_note(confidence: NDArray[np.floating], correct: NDArray[np.bool_] | None) -> str:
     """What "expected" means, and what labels say where there are any."""
     note = (
-        "Expected accuracy is the mean of the model’s own confidence: a promise, for which no label is used. The images "
-        f"counted are the largest set, surest first, whose mean reaches {percent(TARGET, 0)}."
+        "Expected accuracy is the mean of the model’s own confidence: a promise, for which no label is used. The "
+        f"images counted are the largest set, surest first, whose mean reaches {percent(TARGET, 0)}."
     )
     if correct is None:
         return note

@@ -104,8 +104,8 @@ def test_the_table_names_every_image_by_its_path(finished):
         rows = list(csv.DictReader(file))
     assert len(rows) == 91
     assert "class 0/gräu, and a comma.png" in {row["path"] for row in rows}
-    columns = ["path", "cluster", "confidence", "clustering_confidence", "second_cluster", "second_confidence", "trusted"]
-    assert list(rows[0]) == columns
+    columns = "path cluster confidence clustering_confidence second_cluster second_confidence trusted"
+    assert list(rows[0]) == columns.split()
     assert all(0 <= int(row["cluster"]) < 3 and 1 / 3 <= float(row["confidence"]) <= 1 for row in rows)
 
 

@@ -13,7 +13,6 @@ from cdc_plugin.exports import export_model, onnx_graph
 from cdc_plugin.heads import CosineHead, LayeredHead
 from cdc_plugin.model import Backbone
 
-
 # One block of each kind: translating a network takes a second a block.
 VIT = {**TEST_VIT, "kwargs": {**TEST_VIT["kwargs"], "depth": 1}}
 CONVNEXT = {"family": "timm", "name": "test_convnext", "kwargs": {"depths": [1, 1, 1, 1]}}

@@ -90,5 +90,6 @@ def test_parquet_opens_in_other_libraries(tmp_path, images, table, reader):
         rows = library.sql(f"select path, cluster from '{tmp_path / 'p.parquet'}' where selected").fetchall()
     else:
         frame = library.read_parquet(tmp_path / "p.parquet")
-        rows = [row for row, chosen in zip(zip(frame["path"], frame["cluster"]), frame["selected"]) if chosen]
+        columns = zip(frame["path"], frame["cluster"], frame["selected"], strict=True)
+        rows = [(path, cluster) for path, cluster, selected in columns if selected]
     assert rows == [(NAMES[0], 3), (NAMES[1], 0), (NAMES[4], 1)]

@@ -184,7 +184,7 @@ def figures(**changes) -> dict:
         "labels": True,
         "before": {"kmeans": {**head, "ECE": None}, "clustering_head": head, "calibration_head": head},
         "after": {"kmeans": {**head, "ECE": None}, "clustering_head": head, "calibration_head": {**head, "ACC": 0.95}},
-        "label_free": {"expected_accuracy": 0.85, "heads_agree": 1.0, "empty_clusters": 0},
+        "label_free": {"expected_accuracy": 0.85, "heads_agree": 1.0, "warnings": []},
         "skipped": [],
     }
     return {**metrics, **changes}
@@ -198,12 +198,13 @@ def test_the_outcome_shows_before_and_after_and_a_dash_where_there_is_no_figure(
     assert "expected accuracy 85.0%" in text
 
 
-def test_the_outcome_without_labels_states_no_accuracy_and_warns_of_empty_clusters():
-    facts = {"expected_accuracy": 0.85, "heads_agree": 1.0, "empty_clusters": 1}
+def test_the_outcome_without_labels_states_no_accuracy_and_repeats_the_warnings_of_the_card():
+    warnings = [{"kind": "empty", "text": "1 cluster is empty."}]
+    facts = {"expected_accuracy": 0.85, "heads_agree": 1.0, "warnings": warnings}
     metrics = figures(labels=False, label_free=facts, skipped=[{"image": "a", "reason": "b"}])
     text = cli.outcome(Report(metrics, np.rec.array([(1,)]), None))
     assert "ACC" not in text
-    assert "1 clusters are empty" in text
+    assert "warning: 1 cluster is empty." in text
     assert "report.json names them" in text
 
 

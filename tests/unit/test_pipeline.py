@@ -14,6 +14,8 @@ from cdc_plugin.results import RESULT_FILES
 
 QUICK = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "mini_clusters": 12, "device": "cpu"}
 LABEL_FREE = {"expected_accuracy", "heads_agree", "trusted_share", "empty_clusters", "largest_cluster_share"}
+LABEL_FREE |= {"clustering_confidence", "augmentation_agreement", "neighbour_consistency", "kmeans_agreement"}
+LABEL_FREE |= {"start_agreement", "stability", "balance", "warnings"}
 
 
 class Digits(Dataset):
@@ -50,7 +52,7 @@ def test_the_public_names_are_there():
 def test_a_run_writes_its_files_and_no_other(finished):
     report, _ = finished
     assert isinstance(report, Report)
-    assert {path.name for path in report.folder.iterdir()} == set(RESULT_FILES)
+    assert {path.name for path in report.folder.iterdir()} == set(RESULT_FILES) - {"trackers.json"}
 
 
 def test_the_report_on_disk_is_the_one_returned_and_has_its_keys(finished):

@@ -121,7 +121,7 @@ def test_more_clusters_than_names_leave_clusters_without_a_right_image(filled):
 
 def test_yes_and_names_together_are_refused(filled):
     with pytest.raises(UserError, match=r"mixes yes or no \('yes' for r0-.*with other words \('yse' for r2-"):
-        read_answers(filled(["yes", "no", "yse"]))
+        read_answers(filled(["yes", "1", "yse"]))
 
 
 def test_no_answers_are_refused(filled):
@@ -148,6 +148,10 @@ def test_unanswered_images_that_are_the_least_sure_are_warned_of(filled):
     assert notes == (
         "4 of the 4 images without an answer are among the least sure, so the accuracy is likely too high",
     )
+
+
+def test_images_of_one_confidence_are_not_the_least_sure(filled):
+    assert read_answers(filled([""] * 4 + ["y"] * 96, confidence=[1.0] * 100)).notes == ()
 
 
 def test_rows_that_were_removed_count_as_not_answered(filled):

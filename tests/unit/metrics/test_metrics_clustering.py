@@ -130,6 +130,12 @@ def test_true_columns_are_the_best_over_all_matchings(clusters, classes):
         assert quality(true_columns(probs, labels)) == pytest.approx(best)
 
 
+def test_more_right_samples_outweigh_any_probability():
+    # As numbered three are right, with 1.55 of probability; the other way round two are, with 3.45.
+    probs = np.array([[0.51, 0.49]] * 3 + [[0.99, 0.01]] * 2)
+    assert true_columns(probs, [0, 0, 0, 1, 1]).tolist() == [0, 0, 0, 1, 1]
+
+
 def test_right_by_columns_is_right_by_matching():
     for clusters, classes in [(10, 10), (4, 9), (9, 4)]:
         probs, labels = softmax_table(3, 500, clusters, classes)

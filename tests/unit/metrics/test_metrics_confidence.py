@@ -138,6 +138,13 @@ def test_brier_and_likelihood_by_hand():
     assert negative_log_likelihood(PROBS, columns) == pytest.approx(expected)
 
 
+def test_brier_of_nearly_perfect_predictions_is_never_negative():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        doubt = 1e-9 * rng.random(7)
+        assert 0 <= brier_score(np.stack([1 - doubt, doubt], axis=1), np.zeros(7, dtype=int)) < 1e-15
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_an_impossible_class_costs_the_same_in_every_precision(dtype):
     table = np.array([[1.0, 0.0]], dtype=dtype)
