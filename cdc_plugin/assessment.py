@@ -57,7 +57,7 @@ class Task:
 def evaluate(
     model: str | Path | Clusterer,
     data: Any = None,
-    ood: Sequence[Any] = (),
+    ood: Any = (),
     out: str | Path | None = None,
     *,
     overwrite: bool = False,
@@ -72,7 +72,7 @@ def evaluate(
     Args:
         model: a result folder of ``cdc-refine``, a checkpoint of SCAN, SeCu and others, or a `Clusterer`.
         data: as for ``refine``; left out, the images that the model was refined on.
-        ood: sets of images that belong to none of the clusters, to see whether the model can tell.
+        ood: one or several sets of images that belong to none of the clusters, to see whether the model can tell.
         out: folder for the files; a new one below ``cdc-runs`` if left out.
         head, format, arch: for checkpoints of others, where the file does not tell.
         labels: False ignores class sub-folders and label arrays.
@@ -90,7 +90,7 @@ def evaluate(
 def compare(
     models: Sequence[str | Path | Clusterer],
     data: Any = None,
-    ood: Sequence[Any] = (),
+    ood: Any = (),
     out: str | Path | None = None,
     *,
     names: Sequence[str] = (),
@@ -122,8 +122,8 @@ def compare(
         reports = [assess(subject, task, folder / subject.name, folder / CACHE) for subject in subjects]
         found = [report.metrics for report in reports]
         _write_json(folder / REPORT, {"data": found[0]["data"], "models": found})
-        models = [compared_model(each) for each in found]
-        write_comparison(folder / PAGE, comparison_title(found), comparison_facts(found), models)
+        columns = [compared_model(each) for each in found]
+        write_comparison(folder / PAGE, comparison_title(found), comparison_facts(found), columns)
         return reports
 
 
@@ -198,7 +198,7 @@ def _outside(
     return found
 
 
-def _task(subjects: list[Subject], data: Any, ood: Sequence[Any], labels: bool, device: str) -> Task:
+def _task(subjects: list[Subject], data: Any, ood: Any, labels: bool, device: str) -> Task:
     """What is asked for; images that are not named are those of the first run among the models."""
     root = None
     if data is None:
@@ -208,7 +208,8 @@ def _task(subjects: list[Subject], data: Any, ood: Sequence[Any], labels: bool, 
             raise UserError(f"{whose} does not say which images it was made from; name some with --data")
         data, root, labels = config.data, config.data_root, labels and config.labels
     most = max(subject.model.clusters for subject in subjects)
-    return Task(data, tuple(ood), root, labels, most, choose_device(device))
+    sets = tuple(ood) if isinstance(ood, list | tuple) else (ood,)
+    return Task(data, sets, root, labels, most, choose_device(device))
 
 
 def _open_inputs(subject: Subject, task: Task, cache: Path) -> tuple[ImageSet, list[ImageSet]]:

@@ -87,20 +87,6 @@ def measure_head(probs: NDArray[np.float32], labels: NDArray[np.int64] | None) -
     return summary_unlabelled(probs) if labels is None else summary(probs, labels)
 
 
-def label_free(
-    clustering: NDArray[np.float32], calibration: NDArray[np.float32], trusted: NDArray[np.bool_]
-) -> dict[str, Any]:
-    """What can be said without labels. Confidence is an estimate of accuracy, not a measurement of it."""
-    sizes = np.bincount(calibration.argmax(axis=1), minlength=calibration.shape[1])
-    return {
-        "expected_accuracy": float(calibration.max(axis=1).mean()),
-        "heads_agree": float((clustering.argmax(axis=1) == calibration.argmax(axis=1)).mean()),
-        "trusted_share": float(trusted.mean()),
-        "empty_clusters": int((sizes == 0).sum()),
-        "largest_cluster_share": float(sizes.max() / sizes.sum()),
-    }
-
-
 def trusted_samples(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Which samples Sec. 3.2 would take as pseudo-labels, over the whole set."""
     return select_confident(torch.from_numpy(calibration)).mask.numpy()

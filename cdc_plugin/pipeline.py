@@ -187,7 +187,7 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     for name in ("mean", "std"):
         if getattr(config, name) is None or name in config.presumed:
             config = dataclasses.replace(config, **{name: getattr(backbone, name).tolist()})
-    config = dataclasses.replace(config, augment=chosen, init=init, presumed=[])
+    config = dataclasses.replace(config, augment=chosen, init=init, presumed=[], track=config.track or [])
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
@@ -315,7 +315,8 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
         current.start,
         current.last_epochs,
     )
-    metrics = {
+    card = assess(evidence)
+    metrics: dict[str, Any] = {
         "images": len(images),
         "clusters": config.clusters,
         "epochs": config.epochs,
@@ -325,14 +326,14 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
         "units": "fractions of 1; ECE has 15 equal-width bins",
         "before": current.before,
         "after": measure(clustering, calibration, again, images.labels),
-        "label_free": assess(evidence),
+        "label_free": card,
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
         "seconds": round(seconds, 1),
     }
     if current.old is not None:
         same = calibration.argmax(axis=1) == current.old["assignment"].numpy()
         metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
-    model.save(folder, _provenance(config, images, metrics["label_free"]))
+    model.save(folder, _provenance(config, images, card))
     table = prediction_table(images.names, clustering, calibration, trusted_samples(calibration))
     distance = model.prototypes.distance(features).numpy()
     table = with_column(with_column(table, "distance", distance), "outlier", distance > model.prototypes.limit)

@@ -62,18 +62,24 @@ def tiny_backbone(tiny_checkpoint: Path):
 
 
 @pytest.fixture(scope="session")
-def scan_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the second stage of SCAN saves, of a small network: two heads of 4 clusters, the second the better."""
+def scan_checkpoint(tmp_path_factory: pytest.TempPathFactory, digits) -> Path:
+    """What the second stage of SCAN saves, of a small network: two heads that sort digits into 4 clusters by chance."""
     from cdc_plugin.checkpoints.architectures import build
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         stem = {"kernel": 3, "stride": 1, "padding": 1, "pool": False}
-        network, features = build({**TINY_SPEC, "depths": [2, 2, 2, 2], "stem": stem})
-        heads = torch.randn(2, 4, features) * 4
+        network, size = build({**TINY_SPEC, "depths": [2, 2, 2, 2], "stem": stem})
+        heads = torch.randn(2, 4, size)
+    # Fitted to digits as SCAN would feed them; otherwise all of them would be in one cluster.
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ([0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.201]))
+    with torch.no_grad():
+        features = network.eval()((torch.from_numpy(digits[0]).permute(0, 3, 1, 2) / 255 - mean) / std)
+    heads /= features.std(dim=0) + 1e-6
+    biases = -heads @ features.mean(dim=0)
     state = {f"backbone.{key.replace('downsample', 'shortcut')}": value for key, value in network.state_dict().items()}
-    for number, weight in enumerate(heads):
-        state |= {f"cluster_head.{number}.weight": weight.clone(), f"cluster_head.{number}.bias": torch.zeros(4)}
+    for number, (weight, bias) in enumerate(zip(heads, biases, strict=True)):
+        state |= {f"cluster_head.{number}.weight": weight.clone(), f"cluster_head.{number}.bias": bias.clone()}
     path = tmp_path_factory.mktemp("scan") / "model.pth.tar"
     torch.save({"model": {f"module.{key}": value for key, value in state.items()}, "head": np.int64(1)}, path)
     return path

@@ -84,6 +84,7 @@ def test_an_old_clustering_model_is_shown_once_as_it_is(scan_checkpoint, archive
         expected = load_model(scan_checkpoint).predict_proba(stored["x"])
     with open(tmp_path / "out" / "predictions.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
+    assert len(set(expected.argmax(axis=1))) > 1
     assert [int(row["cluster"]) for row in rows] == expected.argmax(axis=1).tolist()
     np.testing.assert_allclose([float(row["confidence"]) for row in rows], expected.max(axis=1), atol=1e-5)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
@@ -97,6 +98,13 @@ def test_outside_images_are_scored_by_both_heads_and_by_distance(finished, tmp_p
     for entry in report.metrics["outside"]:
         assert list(entry["scores"]) == ["clustering head", "calibration head", "distance"]
         assert all(0 <= value <= 1 for figures in entry["scores"].values() for value in figures.values())
+
+
+def test_one_outside_set_need_not_be_in_a_list(finished, tmp_path, noise):
+    np.save(tmp_path / "noise.npy", noise)
+    for number, given in enumerate((noise, str(tmp_path / "noise.npy"))):
+        report = evaluate(finished, ood=given, out=tmp_path / str(number), device="cpu")
+        assert [entry["images"] for entry in report.metrics["outside"]] == [12]
 
 
 def test_a_mistyped_outside_set_is_told_before_any_image_is_read(finished, tmp_path, monkeypatch):

@@ -111,9 +111,7 @@ def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, tmp_path,
     line = refuse(capsys, ["--model", out, "--data", photos, "--out", table], predict_command)
     assert "already there" in line
     (photos / "broken.png").write_bytes(b"x")
-    predict_command(
-        ["--model", str(out), "--data", str(photos), "--out", str(table), "--overwrite", "--device", "cpu"]
-    )
+    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--overwrite", "--device", "cpu"])
     assert "skipped broken.png" in capsys.readouterr().err
 
 

@@ -9,7 +9,6 @@ from cdc_plugin.evaluation import (
     extract_features,
     head_probabilities,
     kmeans_assignment,
-    label_free,
     measure,
     trusted_samples,
 )
@@ -18,19 +17,6 @@ from cdc_plugin.heads import ClusterHead
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
 CALIBRATION = np.array([[0.8, 0.2, 0.0], [0.3, 0.6, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7]], dtype=np.float32)
-
-
-def test_label_free_figures_by_hand():
-    facts = label_free(CLUSTERING, CALIBRATION, np.array([True, True, False, False]))
-    assert facts == pytest.approx(
-        {
-            "expected_accuracy": 0.65,
-            "heads_agree": 0.75,
-            "trusted_share": 0.5,
-            "empty_clusters": 0,
-            "largest_cluster_share": 0.5,
-        }
-    )
 
 
 def test_figures_with_labels_by_hand_and_against_scikit_learn():

@@ -113,6 +113,7 @@ def test_two_groups_in_one_cluster_are_told(clean):
     )
     texts = {warning["kind"]: warning["text"] for warning in card["warnings"]}
     assert texts["merged"].startswith("Clusters 0, 1 may hold two kinds")
+    assert "some clusters may hold two kinds" in texts["estimate"]
 
 
 def test_one_group_in_two_clusters_is_told(clean, randomness):
@@ -134,6 +135,11 @@ def test_the_numbers_of_clusters_do_not_matter(clean):
     assert {k: v for k, v in first.items() if k != "warnings"} == pytest.approx(
         {k: v for k, v in second.items() if k != "warnings"}
     )
+
+
+def test_everything_in_one_cluster_has_no_balance(clean):
+    probs = probabilities(torch.zeros(IMAGES, dtype=torch.long), 0.97)
+    assert str(assess(replace(clean, calibration=probs))["balance"]) == "0.0"  # and not -0.0
 
 
 def test_two_clusters_and_three_images_have_a_card():
