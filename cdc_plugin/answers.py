@@ -17,7 +17,7 @@ from cdc_plugin.core.outliers import Prototypes, fit_prototypes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import extract_features, head_probabilities, kmeans_assignment, measure
-from cdc_plugin.metrics.outliers import outlier_aupr, outlier_auroc, outlier_fpr95
+from cdc_plugin.metrics import summary_outliers
 from cdc_plugin.quality import Evidence, assess, see_anew
 from cdc_plugin.report.of_evaluation import TITLES
 from cdc_plugin.runtime import generator
@@ -114,8 +114,7 @@ def score_outside(inside: Answers, outside: Answers, by: Yardstick) -> dict[str,
     """How well images from elsewhere are told apart: by each head's confidence (the paper's protocol), by distance."""
     scores = {TITLES[key]: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
     scores["distance"] = (-by.inside.numpy(), -by.distance(outside.features).numpy())
-    kinds = {"AUROC": outlier_auroc, "FPR95": outlier_fpr95, "AUPR": outlier_aupr}
-    return {title: {name: kind(*pair) for name, kind in kinds.items()} for title, pair in scores.items()}
+    return {title: summary_outliers(*pair) for title, pair in scores.items()}
 
 
 def _settings(subject: Subject) -> RefineConfig:

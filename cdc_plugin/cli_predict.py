@@ -103,7 +103,7 @@ def _predict(options: argparse.Namespace) -> None:
     else:
         _write_audit(options, found)
     _tell(found, chosen)
-    _warn_of_confidence(subject)
+    _warn_of_confidence(subject, chosen is not None)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -130,7 +130,10 @@ def _check(options: argparse.Namespace) -> None:
     outputs.check_source(options.to, options.data, out)
 
 
-def _warn_of_confidence(subject: Subject) -> None:
+def _warn_of_confidence(subject: Subject, relied_on: bool) -> None:
+    """Say why confidences may mislead; what a run's own card warned of matters to those who rely on them."""
+    for warning in subject.warnings if relied_on else ():
+        print(f"warning: when this model was refined: {warning}", file=sys.stderr)
     if subject.heads == 1:
         print(
             f"note: {subject.path} ({subject.writer}) has no calibration head: its confidence is that of the old "

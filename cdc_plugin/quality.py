@@ -30,7 +30,7 @@ SAMPLE = 1024  # images that are looked at again in another view
 WATCHED, WATCHED_EPOCHS = 512, 3  # images that are looked at after each of the last epochs
 NEIGHBOURS_AMONG = 5000  # neighbours of all pairs of more images take long and say the same
 
-# Thresholds of warnings. They are constants: no run sees a label. They were set in development, on 16 runs on digits,
+# Thresholds of warnings. They are constants: no run sees a label. They were set in development, on 15 runs on digits,
 # Fashion-MNIST and its halves, CIFAR-10 and ten ImageNet classes, with the right and with wrong numbers of clusters,
 # so that all 9 runs whose mean confidence was more than 5 points off the accuracy are warned of; 3 others are, too.
 HEADS_APART = 0.05

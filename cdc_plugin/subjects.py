@@ -11,7 +11,7 @@ from typing import Any
 
 from cdc_plugin.checkpoints.architectures import describe
 from cdc_plugin.checkpoints.formats import Wanted, load_checkpoint
-from cdc_plugin.checkpoints.native import DESCRIPTION
+from cdc_plugin.checkpoints.native import DESCRIPTION, description_file
 from cdc_plugin.clusterer import Clusterer, clusterer_of, is_result, load_model
 from cdc_plugin.config import RefineConfig, load_config
 from cdc_plugin.errors import UserError
@@ -43,6 +43,7 @@ class Subject:
         writer: what made it: "cdc-refine", "SCAN (self-labelling)".
         run: None for checkpoints of others.
         options: what the user said of a checkpoint, as words of a command line.
+        warnings: what the quality card said when it was refined.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Subject:
     writer: str
     run: RunRecord | None = None
     options: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def network(self) -> str:
@@ -82,7 +84,8 @@ def open_subject(
     if path.exists() and is_result(path):
         found = load_model(path)
         folder = path if path.is_dir() else path.parent
-        return Subject(_name(folder), str(path), found, "cdc-refine", read_run(folder))
+        said = _provenance(folder).get("warnings") or ()
+        return Subject(_name(folder), str(path), found, "cdc-refine", read_run(folder), warnings=tuple(map(str, said)))
     loaded = load_checkpoint(path if path.exists() else model, format, Wanted(arch, head=head))
     given = {"--format": format, "--arch": arch, "--head": head}
     options = tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
@@ -93,11 +96,10 @@ def read_run(folder: Path) -> RunRecord | None:
     """The record of a finished run, or None where only the model was kept."""
     if not (folder / CONFIG).is_file():
         return None
-    provenance = _read_json(folder / DESCRIPTION).get("provenance") or {}
     return RunRecord(
         load_config(folder / CONFIG),
         (folder / CONFIG).read_text(encoding="utf-8"),
-        str(provenance.get("data_digest") or ""),
+        str(_provenance(folder).get("data_digest") or ""),
         _read_json(folder / REPORT),
         _read_history(folder / HISTORY),
     )
@@ -128,6 +130,11 @@ def _refuse_unfinished(folder: Path) -> None:
         f"{folder} holds an unfinished run (epoch {done} of {epochs}); let it end first: "
         f"cdc-refine --resume --out {shlex.quote(str(folder))}"
     )
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    found = _read_json(description_file(folder)).get("provenance")
+    return found if isinstance(found, dict) else {}
 
 
 def _nearby(path: Path) -> str:

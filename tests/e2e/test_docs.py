@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cdc_plugin.cli import refine_parser
+from cdc_plugin.cli_evaluate import evaluate_parser
 from cdc_plugin.cli_export import export_parser
 from cdc_plugin.cli_inspect import inspect_parser
 from cdc_plugin.cli_predict import predict_parser
@@ -39,7 +40,7 @@ def test_ci_runs_the_test_command_of_the_readme():
 def test_every_command_of_the_readme_is_understood(line):
     program, *words = shlex.split(line, comments=True)
     parsers = {"cdc-refine": refine_parser, "cdc-predict": predict_parser}
-    parsers |= {"cdc-inspect": inspect_parser, "cdc-export": export_parser}
+    parsers |= {"cdc-inspect": inspect_parser, "cdc-export": export_parser, "cdc-evaluate": evaluate_parser}
     parser = parsers[program]()
     parser.parse_intermixed_args(words)
 
@@ -56,6 +57,7 @@ def test_the_demo_runs_and_prints_a_table_and_where_the_files_are(tmp_path):
     assert "calibration head" in done.stdout
     folder = tmp_path / re.search(r"results: (\S+)", done.stdout).group(1)
     assert (folder / "predictions.csv").is_file()
+    assert "1,797 from digits" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)

@@ -1,4 +1,5 @@
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -184,3 +185,14 @@ def test_places_models_and_data_that_will_not_do_end_with_one_line(capsys, tmp_p
     line = refuse(capsys, "--model", empty, "--data", photos, "--out", out)
     assert f"cdc-refine --resume --out {empty}" in line
     assert not out.exists()
+
+
+def test_what_the_card_warned_of_is_told_to_those_who_rely_on_confidence(model, photos, capsys, tmp_path):
+    described = json.loads((model / "model.json").read_text())
+    described["provenance"] = {"warnings": ["1 cluster is empty."]}
+    (model / "model.json").write_text(json.dumps(described))
+    words = ["--model", str(model), "--data", str(photos), "--device", "cpu"]
+    predict_command([*words, "--out", str(tmp_path / "a.csv")])
+    assert "1 cluster is empty." not in capsys.readouterr().err
+    predict_command([*words, "--out", str(tmp_path / "b.csv"), "--target-accuracy", "0.5"])
+    assert "warning: when this model was refined: 1 cluster is empty." in capsys.readouterr().err
