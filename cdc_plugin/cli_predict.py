@@ -181,8 +181,9 @@ def _tell(found: Prediction, chosen: Acceptance | None) -> None:
     if "outlier" in (table.dtype.names or ()) and table["outlier"].any():
         outliers = int(table["outlier"].sum())
         are = "image is" if outliers == 1 else "images are"
+        among = "" if chosen is None else f", {int((table['outlier'] & chosen.mask).sum()):,} of them selected"
         print(
-            f"{outliers:,} {are} unlike those the model was refined on (column outlier); "
+            f"{outliers:,} {are} unlike those the model was refined on (column outlier){among}; "
             "no confidence is to be relied on there"
         )
     for name, reason in found.skipped:

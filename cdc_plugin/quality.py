@@ -215,14 +215,18 @@ def _about_kinds(features: Tensor, assignment: Tensor, sizes: Tensor) -> list[di
         text = f"{_named(two_kinds)} may hold two kinds of images; more --clusters may part them."
         found.append(_warning("merged", text))
     if one_kind:
-        pairs = ", ".join(f"{a} and {b}" for a, b in sorted(set(one_kind)))
+        pairs = _listed([f"{a} and {b}" for a, b in sorted(set(one_kind))])
         found.append(_warning("split", f"Clusters {pairs} hardly differ: they may be one kind of images."))
     return found
 
 
 def _named(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:12])) + (f" and {len(numbers) - 12} more" if len(numbers) > 12 else "")
-    return f"Cluster {shown}" if len(numbers) == 1 else f"Clusters {shown}"
+    return f"{'Cluster' if len(numbers) == 1 else 'Clusters'} {_listed(list(map(str, numbers)))}"
+
+
+def _listed(names: list[str], most: int = 12) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def _warning(kind: str, text: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ def findings_of_run(
 ) -> Findings:
     """``metrics`` is the content of report.json, ``probs`` (N, C) are those of the calibration head."""
     return Findings(
-        title=f"{images.source} in {metrics['clusters']} clusters",
+        title=f"{Path(images.source).name or images.source} in {metrics['clusters']} clusters",
         facts=_facts(config, metrics, images, history),
         rows=rows_of_run(metrics),
         diagrams=diagrams_of_run(metrics),

@@ -19,7 +19,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.csv", "report.json"}
-FILES |= {"model.safetensors", "model.json"}
+FILES |= {"report.html", "model.safetensors", "model.json"}
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu"]
 REFINE = [sys.executable, "-m", "cdc_plugin"]
 PREDICT = [sys.executable, "-c", "from cdc_plugin.cli_predict import predict_command; predict_command()"]
@@ -104,7 +104,7 @@ def test_the_table_names_every_image_by_its_path(finished):
         rows = list(csv.DictReader(file))
     assert len(rows) == 91
     assert "class 0/gräu, and a comma.png" in {row["path"] for row in rows}
-    columns = "path cluster confidence clustering_confidence second_cluster second_confidence trusted"
+    columns = "path cluster confidence clustering_confidence second_cluster second_confidence trusted distance outlier"
     assert list(rows[0]) == columns.split()
     assert all(0 <= int(row["cluster"]) < 3 and 1 / 3 <= float(row["confidence"]) <= 1 for row in rows)
 
