@@ -7,6 +7,7 @@ other activations. The variant that disagrees least with the memory is taken.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,9 @@ NORMALISATIONS: dict[str, Normalisation] = {
 STEM_CHOICES: dict[str, tuple[Any, ...]] = {"pool": (True, False), "padding": (1, 2), "stride": (1, 2)}
 # Above this the images are not of the kind the backbone was trained on, and the comparison decides nothing.
 TRUSTED_MISMATCH = 0.4
+# Images that are a little unlike, say some of the classes trained on, still speak against an assumption under which
+# they are so many times further off.
+BEARABLE_MISMATCH, ABSURD = 0.8, 2.0
 # How much worse, as a ratio, the assumed value of a fact must be before another takes its place. Brightness
 # of a few images varies as much as the usual normalisations differ, so that one needs the clearer case.
 CLEAR_STEM, CLEAR_NORMALISATION = 1.2, 1.3
@@ -165,12 +169,16 @@ def _decide(
         if margins.get(fact, needed) >= needed:
             clear.add(fact)
     record: dict[str, Any] = {"margins": margins, "mismatch": best["mismatch"], "compared": tuple(compared)}
-    if best["mismatch"] > TRUSTED_MISMATCH:
-        reason = (
-            f"the images are unlike those of the training (BatchNorm mismatch {best['mismatch']:.2f}), "
-            "so stem and normalisation stay as assumed"
-        )
-        return Settlement(backbone, reason, **record)
+    unlike = f"the images are unlike those of the training (BatchNorm mismatch {best['mismatch']:.2f})"
+    trusted = best["mismatch"] <= TRUSTED_MISMATCH
+    if not trusted:
+        # By normalisation, with the stem as it is: of that such images tell nothing.
+        as_it_is = [row for row in compared if all(row[f] == given[f] for f in facts if f != "normalisation")]
+        left = {"given": math.inf} | {row["normalisation"]: row["mismatch"] for row in as_it_is}
+        least = min(left, key=lambda name: left[name])
+        if left[least] > BEARABLE_MISMATCH or left["given"] < ABSURD * left[least]:
+            return Settlement(backbone, f"{unlike}, so stem and normalisation stay as assumed", **record)
+        value, clear = {**given, "normalisation": least}, set()  # taken, but no more than assumed
     mean, std = normalisations[value["normalisation"]]
     stem = {fact: value[fact] for fact in facts if fact != "normalisation"}
     settled: dict[str, Any] = {f"stem.{fact}": value for fact, value in stem.items() if fact in clear}
@@ -189,8 +197,8 @@ def _decide(
         assumed=[name for name in backbone.assumed if name not in settled],
     )
     changed.train(backbone.training).to(backbone.mean.device)
-    words = ", ".join(f"{fact} {value[fact]}" for fact in facts)
-    return Settlement(changed, f"by BatchNorm statistics: {words}", settled, **record)
+    words = "by BatchNorm statistics: " + ", ".join(f"{fact} {value[fact]}" for fact in facts)
+    return Settlement(changed, words if trusted else f"{unlike}, but least {words}", settled, **record)
 
 
 def _mismatch_of(row: Mapping[str, Any]) -> float:

@@ -208,7 +208,9 @@ def test_several_heads_of_which_none_is_the_best_ask_for_a_word(scan, archive, t
     words = ["--data", archive, "--out", tmp_path / "out"]
     line = refuse("refine", "--backbone", tmp_path / "heads.pth.tar", *words, "--init", "keep", "--quiet")
     assert "2 heads and the file does not say which is best; pass --head 0 to 1" in line
-    assert "pass --head" in refuse("predict", "--model", tmp_path / "heads.pth.tar", *words)
+    assert "pass --head" in refuse(
+        "predict", "--model", tmp_path / "heads.pth.tar", "--data", archive, "--out", tmp_path / "b.csv"
+    )
     succeed("predict", "--model", tmp_path / "heads.pth.tar", "--head", 0, *words[:2], "--out", tmp_path / "a.csv")
     table = succeed("refine", "--backbone", tmp_path / "heads.pth.tar", "--head", 1, *words, *QUICK)
     assert "100.0% of the images start in the old model's cluster" in table

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cdc_plugin.cli_predict import EPILOG, predict_command, predict_parser
-from cdc_plugin.clusterer import Clusterer
+from cdc_plugin.clusterer import Clusterer, load_model
+from cdc_plugin.core.outliers import Prototypes
 from cdc_plugin.heads import ClusterHead
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,3 +197,14 @@ def test_what_the_card_warned_of_is_told_to_those_who_rely_on_confidence(model, 
     assert "1 cluster is empty." not in capsys.readouterr().err
     predict_command([*words, "--out", str(tmp_path / "b.csv"), "--target-accuracy", "0.5"])
     assert "warning: when this model was refined: 1 cluster is empty." in capsys.readouterr().err
+
+
+def test_outliers_are_counted_and_those_among_the_selected_too(model, photos, capsys, tmp_path):
+    loaded = load_model(model)
+    loaded.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.5)  # unit features lie at distance 1
+    loaded.save(model, {})
+    lines = sort(
+        capsys, "--model", model, "--data", photos, "--out", tmp_path / "a.csv", "--min-confidence", "0.000001"
+    )
+    assert any(line.startswith("30 images are unlike") and "30 of them selected" in line for line in lines)
+    assert {row["outlier"] for row in rows_of(tmp_path / "a.csv")} == {"1"}

@@ -133,6 +133,20 @@ def test_images_of_another_kind_decide_nothing(images):
     assert "unlike" in found.reason
 
 
+def test_images_a_little_unlike_still_refute_an_absurd_normalisation_but_no_stem(images):
+    network, size = trained(spec(), images, NORMALISATIONS["none"])
+    backbone = assumed(network, size, {"padding": 2})
+    noise = torch.randint(0, 256, images.shape, generator=torch.Generator().manual_seed(2))
+    found = settle(backbone, (0.7 * images + 0.3 * noise).byte())
+    assert 0.4 < found.mismatch < 0.8
+    assert found.backbone.mean.tolist() == [0.0, 0.0, 0.0]  # ImageNet's was assumed
+    assert found.backbone.spec["stem"]["padding"] == 2
+    assert not found.settled
+    assert set(found.backbone.assumed) == set(OPEN)
+    assert "unlike" in found.reason
+    assert "normalisation none" in found.reason
+
+
 def test_images_of_another_shape_are_refused(images):
     network, size = trained(spec(), images, NORMALISATIONS["none"])
     with pytest.raises(UserError, match=r"\(N, 3, S, S\), found \(48, 32, 32, 3\)"):
