@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cdc_plugin.config import RefineConfig, to_yaml
 from cdc_plugin.data.images import ImageSet
+from cdc_plugin.demo import BACKBONE
 from cdc_plugin.report.findings import Findings
 from cdc_plugin.results import CONFIG
 
@@ -71,10 +72,11 @@ def _facts(
     minutes, seconds = divmod(round(sum(epoch.get("seconds", 0) for epoch in history)), 60)
     unreadable = f", {len(images.skipped):,} could not be read" if images.skipped else ""
     labels = "for this report only" if metrics["labels"] else "none"
+    backbone = "the embedded one of the demo" if config.backbone == str(BACKBONE) else config.backbone
     return [
         ("images", f"{len(images):,} from {images.source}{unreadable}"),
         ("clusters", str(metrics["clusters"])),
-        ("backbone", f"{config.backbone}{' (frozen)' if config.freeze_backbone else ''}"),
+        ("backbone", f"{backbone}{' (frozen)' if config.freeze_backbone else ''}"),
         ("training", f"{config.epochs} epochs, seed {config.seed}, {minutes} min {seconds:02d} s"),
         ("labels", labels),
     ]
