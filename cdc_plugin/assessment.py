@@ -33,7 +33,7 @@ from cdc_plugin.report.page import write_comparison, write_page
 from cdc_plugin.results import CACHE, PAGE, PREDICTIONS, REPORT, evaluation_folder
 from cdc_plugin.runtime import choose_device, write_atomically
 from cdc_plugin.subjects import Subject, distinct_names, open_subject
-from cdc_plugin.tables import prediction_table, with_column, write_table
+from cdc_plugin.tables import outlier_columns, prediction_table, write_table
 from cdc_plugin.tracking import log, progress
 
 
@@ -169,12 +169,10 @@ def assess(subject: Subject, task: Task, folder: Path, cache: Path) -> Report:
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
         "seconds": round(time.monotonic() - began, 1),
     }
-    table = prediction_table(
-        images.names, answers.clustering, answers.calibration, trusted_samples(answers.calibration)
-    )
+    more = {"trusted": trusted_samples(answers.calibration)}
     if model.prototypes is not None:
-        distance = model.prototypes.distance(answers.features).numpy()
-        table = with_column(with_column(table, "distance", distance), "outlier", distance > model.prototypes.limit)
+        more |= outlier_columns(model.prototypes, answers.features)
+    table = prediction_table(images.names, answers.clustering, answers.calibration, more)
     command = _command(subject, task)
     findings = findings_of_evaluation(subject, run, metrics, table, answers.calibration, images, command)
     folder.mkdir(exist_ok=True)

@@ -62,7 +62,7 @@ from cdc_plugin.results import (
     write_state,
 )
 from cdc_plugin.runtime import choose_device, generator, write_atomically
-from cdc_plugin.tables import prediction_table, with_column, write_table
+from cdc_plugin.tables import outlier_columns, prediction_table, write_table
 from cdc_plugin.trackers import Tracking, make_trackers, open_all
 from cdc_plugin.tracking import TrainingProgress, log, log_to, progress, write_history
 
@@ -334,9 +334,8 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
         same = calibration.argmax(axis=1) == current.old["assignment"].numpy()
         metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
     model.save(folder, _provenance(config, images, card))
-    table = prediction_table(images.names, clustering, calibration, trusted_samples(calibration))
-    distance = model.prototypes.distance(features).numpy()
-    table = with_column(with_column(table, "distance", distance), "outlier", distance > model.prototypes.limit)
+    more = {"trusted": trusted_samples(calibration), **outlier_columns(model.prototypes, features)}
+    table = prediction_table(images.names, clustering, calibration, more)
     write_table(folder / PREDICTIONS, table)
     text = json.dumps(metrics, indent=2) + "\n"
     write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))

@@ -21,7 +21,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.inputs import settle_assumptions
 from cdc_plugin.runtime import choose_device
 from cdc_plugin.subjects import open_subject
-from cdc_plugin.tables import make_table, prediction_columns, write_table
+from cdc_plugin.tables import make_table, outlier_columns, prediction_columns, write_table
 from cdc_plugin.tracking import progress
 
 # Images looked at before the first prediction: where facts on the input are open, and where they are only checked.
@@ -106,10 +106,8 @@ def _columns(
     one_head = model.clustering_head is model.calibration_head
     clustering = calibration if one_head else _probabilities(model.clustering_head(features))
     columns: dict[str, NDArray[Any]] = dict(prediction_columns(clustering, calibration))
-    prototypes = model.prototypes
-    if prototypes is not None:
-        distance = prototypes.distance(features).cpu().numpy()
-        columns |= {"distance": distance, "outlier": distance > prototypes.limit}
+    if model.prototypes is not None:
+        columns |= outlier_columns(model.prototypes, features)
     return columns
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from cdc_plugin.core.outliers import Prototypes
 from cdc_plugin.runtime import write_atomically
 
 BLOCK = 8192  # rows that are turned into text at once
@@ -19,11 +21,10 @@ def prediction_table(
     names: Sequence[str],
     clustering: NDArray[np.float32],
     calibration: NDArray[np.float32],
-    trusted: NDArray[np.bool_] | None = None,
+    more: Mapping[str, NDArray[Any]] | None = None,
 ) -> np.recarray:
-    """One row an image, from the probabilities (N, C) of both heads."""
-    columns = prediction_columns(clustering, calibration)
-    return make_table(names, columns if trusted is None else {**columns, "trusted": trusted})
+    """One row an image, from the probabilities (N, C) of both heads; ``more`` columns come last."""
+    return make_table(names, {**prediction_columns(clustering, calibration), **(more or {})})
 
 
 def prediction_columns(
@@ -55,6 +56,12 @@ def with_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recar
     """The table with one more column at its end."""
     old = table.dtype.names or ()
     return np.rec.fromarrays([*(table[each] for each in old), values], names=[*old, name])  # type: ignore[call-overload]
+
+
+def outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArray[Any]]:
+    """How far images with these features (N, D) lie from what is typical, and which lie beyond the limit."""
+    distance = prototypes.distance(features).cpu().numpy()
+    return {"distance": distance, "outlier": distance > prototypes.limit}
 
 
 def write_table(path: Path, table: np.recarray) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-WIDTH, GALLERY = 1000, 620
+WIDTH, MOST = 1000, 660
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
         whole = Image.open(io.BytesIO(page.screenshot(full_page=True)))
         boxes = {part: page.locator(f"#{part}").bounding_box() for part in ("summary", "reliability", "gallery")}
         browser.close()
-    spans = [(box["y"], box["y"] + min(box["height"], GALLERY)) for box in boxes.values()]
+    spans = [(box["y"], box["y"] + min(box["height"], MOST)) for box in boxes.values()]
     spans[0] = (0, spans[0][1])
     parts = [whole.crop((0, int(top), WIDTH, int(bottom))) for top, bottom in spans]
     picture = Image.new("RGB", (WIDTH, sum(part.height for part in parts)))

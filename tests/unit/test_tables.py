@@ -2,9 +2,19 @@ import csv
 
 import numpy as np
 import pytest
+import torch
 
+from cdc_plugin.core.outliers import Prototypes
 from cdc_plugin.errors import UserError
-from cdc_plugin.tables import BLOCK, make_table, prediction_columns, prediction_table, with_column, write_table
+from cdc_plugin.tables import (
+    BLOCK,
+    make_table,
+    outlier_columns,
+    prediction_columns,
+    prediction_table,
+    with_column,
+    write_table,
+)
 
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
 CALIBRATION = np.array([[0.8, 0.2, 0.0], [0.3, 0.6, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7]], dtype=np.float32)
@@ -12,7 +22,9 @@ HEADS = ("cluster", "confidence", "clustering_confidence", "second_cluster", "se
 
 
 def test_the_table_by_hand():
-    table = prediction_table(["a/1.png", "b, c.png", "ü.png", "4"], CLUSTERING, CALIBRATION, np.array([True] * 4))
+    table = prediction_table(
+        ["a/1.png", "b, c.png", "ü.png", "4"], CLUSTERING, CALIBRATION, {"trusted": np.array([True] * 4)}
+    )
     assert table.dtype.names == ("path", *HEADS, "trusted")
     assert table["cluster"].tolist() == [0, 1, 1, 2]
     assert table["second_cluster"].tolist() == [1, 0, 0, 1]
@@ -39,6 +51,13 @@ def test_images_without_paths_are_named_by_their_index_and_new_images_have_no_tr
     assert prediction_table(["0", "1", "2", "3"], CLUSTERING, CALIBRATION).dtype.names == ("index", *HEADS)
 
 
+def test_an_outlier_lies_beyond_the_limit():
+    prototypes = Prototypes(torch.tensor([[1.0, 0.0]]), torch.eye(2), limit=1.0)
+    columns = outlier_columns(prototypes, torch.tensor([[5.0, 0.0], [0.0, 3.0]]))
+    assert columns["distance"].tolist() == pytest.approx([0.0, 2**0.5], abs=1e-3)
+    assert columns["outlier"].tolist() == [False, True]
+
+
 def test_a_column_more_leaves_the_others_as_they_are():
     table = prediction_table(["a", "b", "c", "d"], CLUSTERING, CALIBRATION)
     more = with_column(table, "selected", np.array([True, False, True, False]))
@@ -49,7 +68,8 @@ def test_a_column_more_leaves_the_others_as_they_are():
 
 def test_the_csv_reads_back_with_commas_quotes_and_unicode_in_names(tmp_path):
     names = ['say "cheese".png', "a, b.png", "größe 漢字.png", "line\nbreak.png"]
-    table = prediction_table(names, CLUSTERING, CALIBRATION, np.array([True, False, True, False]))
+    trusted = np.array([True, False, True, False])
+    table = prediction_table(names, CLUSTERING, CALIBRATION, {"trusted": trusted})
     write_table(tmp_path / "p.csv", table)
     with open(tmp_path / "p.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
