@@ -179,9 +179,15 @@ def outcome(report: Report) -> str:
         )
     lines += [f"warning: {warning['text']}" for warning in facts["warnings"]]
     if metrics["skipped"]:
-        lines.append(f"{len(metrics['skipped'])} images could not be read; report.json names them")
+        lines.append(unreadable(len(metrics["skipped"])))
     lines.append(f"results: {report.folder} (open report.html in a browser)")
     return "\n".join(lines)
+
+
+def unreadable(count: int) -> str:
+    return (
+        f"{count} image{'s' if count > 1 else ''} could not be read; report.json names {'them' if count > 1 else 'it'}"
+    )
 
 
 def _percent(value: float | None) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin import __version__
-from cdc_plugin.cli import _guard, _log_to_terminal, _percent
+from cdc_plugin.cli import _guard, _log_to_terminal, _percent, unreadable
 from cdc_plugin.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
         stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
         lines.append(f"warning: the model is over-confident: {stated}{_advice(metrics)}")
     if metrics["skipped"]:
-        lines.append(f"{len(metrics['skipped'])} images could not be read; report.json names them")
+        lines.append(unreadable(len(metrics["skipped"])))
     return lines
 
 

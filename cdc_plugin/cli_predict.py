@@ -147,9 +147,9 @@ def _write(options: argparse.Namespace, found: Prediction) -> None:
 
     table = found.table
     files = outputs.write(options.to, Path(options.out), table, options.data)
-    print(
-        f"{len(table):,} images, mean confidence {_percent(table['confidence'].mean())}: {', '.join(map(str, files))}"
-    )
+    sorted_images = f"{len(table):,} image{'s' if len(table) > 1 else ''}"
+    mean = _percent(table["confidence"].mean())
+    print(f"{sorted_images}, mean confidence {mean}: {', '.join(map(str, files))}")
     advice = outputs.advice(options.to, Path(options.out), options.data)
     if advice is not None:
         print(advice)

@@ -15,7 +15,7 @@ from cdc_plugin.checkpoints.native import DESCRIPTION, description_file
 from cdc_plugin.clusterer import Clusterer, clusterer_of, is_result, load_model
 from cdc_plugin.config import RefineConfig, load_config
 from cdc_plugin.errors import UserError
-from cdc_plugin.results import CONFIG, HISTORY, REPORT, STATE
+from cdc_plugin.results import CONFIG, HISTORY, LOG, REPORT, STATE
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,8 @@ def distinct_names(subjects: list[Subject]) -> list[str]:
 
 def _refuse_unfinished(folder: Path) -> None:
     """A run in progress has a state and no model; say how far it is and how it goes on."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} == {LOG}:
+        raise UserError(f"{folder} holds only the log of a run that could not start; {folder / LOG} says why")
     if (folder / DESCRIPTION).is_file() or not (folder / CONFIG).is_file():
         return
     try:

@@ -95,7 +95,7 @@ def test_a_broken_image_is_skipped_and_named_everywhere(finished):
     assert report["images"] == 91
     assert [entry["image"] for entry in report["skipped"]] == ["class 1/bröken image.png"]
     assert "bröken image.png" in (out / "train.log").read_text(encoding="utf-8")
-    assert "1 images could not be read" in done.stdout
+    assert "1 image could not be read" in done.stdout
 
 
 def test_the_table_names_every_image_by_its_path(finished):

@@ -203,7 +203,7 @@ def test_the_outcome_without_labels_states_no_accuracy_and_repeats_the_warnings_
     text = cli.outcome(Report(metrics, np.rec.array([(1,)]), None))
     assert "ACC" not in text
     assert "warning: 1 cluster is empty." in text
-    assert "report.json names them" in text
+    assert "1 image could not be read; report.json names it" in text
 
 
 def test_a_user_error_is_a_plain_exception():

@@ -130,7 +130,7 @@ def test_compared_models_are_named_in_every_row():
 
 def test_unread_images_are_counted():
     found = cautions(metrics(acc=0.9, skipped=[{"image": "a.png", "reason": "broken"}]))
-    assert found == ["1 images could not be read; report.json names them"]
+    assert found == ["1 image could not be read; report.json names it"]
 
 
 def test_what_is_missing_or_does_not_go_together_is_told(capsys):

@@ -104,3 +104,9 @@ def test_models_called_alike_are_told_apart_by_their_folders_or_numbers(scan, tm
     assert distinct_names([first, first]) == [tmp_path.name, f"{tmp_path.name}-2"]
     given = Subject("model", None, first.model, "the caller")
     assert distinct_names([given, second]) == ["model", "other"]
+
+
+def test_a_run_that_could_not_start_is_told_by_its_log(tmp_path):
+    (tmp_path / "train.log").write_text("no images")
+    with pytest.raises(UserError, match="only the log of a run that could not start"):
+        open_subject(tmp_path)
