@@ -74,6 +74,8 @@ def test_a_card_with_one_head_does_not_praise_its_agreement_with_itself(tiny_bac
     assert one["kmeans_agreement"] == 1.0
     assert one["expected_accuracy"] == two["expected_accuracy"]
     assert one["stability"] is None
+    assert one["warnings"][0]["kind"] == "uncalibrated"
+    assert "uncalibrated" not in {warning["kind"] for warning in two["warnings"]}
 
 
 def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
