@@ -28,8 +28,8 @@ PRECISION = "float32"
 # Small models trained by the losses of SCAN and SeCu stated 25 to 29 points too much on 5,000 Fashion-MNIST images.
 UNCALIBRATED = {
     "kind": "uncalibrated",
-    "text": "This model has no calibration head: its confidence is its own. Networks trained on their own pseudo-labels "
-    "mostly state far more than they keep; cdc-refine with --init keep calibrates it.",
+    "text": "This model has no calibration head: its confidence is its own. Networks trained on their own "
+    "pseudo-labels mostly state far more than they keep; cdc-refine with --init keep calibrates it.",
 }
 
 
