@@ -37,7 +37,7 @@ HEADS_APART = 0.05
 FOUND_AGAIN = 0.85
 SEEN_ANEW = 0.9
 UNSTABLE = 0.95
-COLLAPSED = 0.5
+COLLAPSED, COLLAPSED_OF_TWO = 0.5, 0.95
 HARDLY_USED = 0.1
 TWO_KINDS, ONE_KIND, LEAST_PART = 2.2, 1.5, 0.08
 FEW_IMAGES = 20
@@ -174,7 +174,7 @@ def _about_sizes(sizes: Tensor) -> list[dict[str, str]]:
     small = [number for number, size in enumerate(sizes.tolist()) if 0 < size < HARDLY_USED * images / clusters]
     largest = sizes.max().item() / images
     found = []
-    if largest > COLLAPSED and clusters > 2:
+    if largest > (COLLAPSED if clusters > 2 else COLLAPSED_OF_TWO):
         found.append(
             _warning(
                 "collapse",

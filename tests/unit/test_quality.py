@@ -93,6 +93,14 @@ def test_a_cluster_that_holds_nearly_everything_is_a_collapse(clean):
     assert card["balance"] < 0.3
 
 
+@pytest.mark.parametrize(("second", "collapsed"), [(100, False), (10, True)])
+def test_of_two_clusters_one_may_be_much_larger(clean, second, collapsed):
+    probs = probabilities((torch.arange(IMAGES) < second).long(), 0.97, 2)
+    assignment = probs.argmax(dim=1)
+    heads = {"calibration": probs, "clustering": probs, "kmeans": assignment, "start": None}
+    assert ("collapse" in kinds(assess(replace(clean, **heads, anew=assignment[:100])))) == collapsed
+
+
 def test_empty_and_hardly_used_clusters_are_named(clean):
     assignment = clean.calibration.argmax(dim=1).clone()
     assignment[assignment == 3] = 2
