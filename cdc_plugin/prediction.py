@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,7 @@ from cdc_plugin.data.stream import ImageStream, open_stream
 from cdc_plugin.data.views import ViewSettings, plain_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.inputs import settle_assumptions
-from cdc_plugin.runtime import choose_device
-from cdc_plugin.subjects import open_subject
-from cdc_plugin.tables import make_table, outlier_columns, prediction_columns, write_table
-from cdc_plugin.tracking import progress
+from cdc_plugin.tables import make_table, outlier_columns, prediction_columns
 
 # Images looked at before the first prediction: where facts on the input are open, and where they are only checked.
 LOOK, GLANCE = 2048, 64
@@ -43,20 +39,6 @@ class Prediction:
     places: NDArray[np.int64]
     skipped: list[tuple[str, str]]
     source: str
-
-
-def predict_file(
-    model: str | Path,
-    data: Any,
-    out: Path,
-    device: str = "auto",
-    head: int | None = None,
-    batch_size: int = CHUNK,
-) -> tuple[np.recarray, list[tuple[str, str]]]:
-    """Write a CSV of predictions for new images; returns its rows and the images that could not be read."""
-    found = predict_images(open_subject(model, head=head).model, data, choose_device(device), batch_size, progress)
-    write_table(out, found.table)
-    return found.table, found.skipped
 
 
 @torch.no_grad()

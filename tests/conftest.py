@@ -61,6 +61,20 @@ def tiny_backbone(tiny_checkpoint: Path):
     return Backbone(network, feature_dim, [0.3] * 3, [0.35] * 3, 32, spec=TINY_SPEC)
 
 
+@pytest.fixture
+def tiny_clusterer(tiny_backbone):
+    """The same network with two different heads of 5 clusters, in evaluation mode."""
+    from cdc_plugin.clusterer import Clusterer
+    from cdc_plugin.heads import ClusterHead
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        heads = [ClusterHead(8, 12, 5) for _ in range(2)]
+        for head in heads:  # statistics that differ from those of a fresh layer
+            head(torch.randn(40, 8) * 3 + 1)
+    return Clusterer(tiny_backbone, *heads).eval()
+
+
 @pytest.fixture(scope="session")
 def scan_checkpoint(tmp_path_factory: pytest.TempPathFactory, digits) -> Path:
     """What the second stage of SCAN saves, of a small network: two heads that sort digits into 4 clusters by chance."""

@@ -28,7 +28,7 @@ def refuse(*arguments, **options): raise AssertionError("a request leaves the ma
 socket.socket.connect = socket.getaddrinfo = refuse
 """
 REPORT = {
-    "data": "/home/ann/photos",
+    "data": "/home/me/photos",
     "images": 12,
     "labels": True,
     "after": {"calibration_head": {"ACC": 0.75, "NMI": 0.5, "ARI": 0.25, "ECE": 0.125}},
@@ -44,7 +44,7 @@ def run(tmp_path_factory):
     model = clusterer(TINY_RESNET)
     features = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     model.prototypes = fit_prototypes(features, torch.arange(40) % 4, 4)
-    model.save(folder, {"tool": "cdc_plugin", "data": "/home/ann/photos", "epochs": 3})
+    model.save(folder, {"tool": "cdc_plugin", "data": "/home/me/photos", "epochs": 3})
     (folder / "report.json").write_text(json.dumps(REPORT))
     return folder
 

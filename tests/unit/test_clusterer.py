@@ -16,12 +16,8 @@ from cdc_plugin.model import Backbone
 
 
 @pytest.fixture
-def model(tiny_backbone):
-    torch.manual_seed(3)
-    heads = [ClusterHead(8, 12, 5) for _ in range(2)]
-    for head in heads:  # statistics that differ from those of a fresh layer
-        head(torch.randn(40, 8) * 3 + 1)
-    return Clusterer(tiny_backbone, *heads).eval()
+def model(tiny_clusterer):
+    return tiny_clusterer
 
 
 def test_a_saved_model_is_loaded_with_identical_logits(model, tmp_path, digits):

@@ -22,7 +22,7 @@ from cdc_plugin.hub_card import model_card
 from cdc_plugin.model import Backbone
 
 FILES = ["README.md", "config.json", "model.safetensors"]
-PROVENANCE = {"tool": "cdc_plugin", "backbone": "/home/ann/secret/net.pth", "data": "/home/ann/photos", "epochs": 3}
+PROVENANCE = {"tool": "cdc_plugin", "backbone": "/home/me/secret/net.pth", "data": "/home/me/photos", "epochs": 3}
 IMAGES = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -129,12 +129,12 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
 
 @pytest.mark.usefixtures("_no_network")
 def test_a_repository_is_read_from_the_cache_by_its_name(model, folder, tmp_path):
-    home = tmp_path / "cache" / "models--ann--clusters"
+    home = tmp_path / "cache" / "models--me--clusters"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("0" * 40)
     (home / "snapshots").mkdir()
     folder.rename(home / "snapshots" / ("0" * 40))
-    again = CalibratedClusterer.from_pretrained("ann/clusters", cache_dir=tmp_path / "cache", local_files_only=True)
+    again = CalibratedClusterer.from_pretrained("me/clusters", cache_dir=tmp_path / "cache", local_files_only=True)
     assert torch.equal(probabilities(again), probabilities(CalibratedClusterer(model)))
     assert again.card.startswith("---\n")
 
@@ -155,7 +155,7 @@ def test_what_is_pushed_keeps_its_card_and_takes_a_licence(folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub.hub_mixin, "HfApi", Api)
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMy own words.\n")
     model = CalibratedClusterer.from_pretrained(folder)
-    assert model.push_to_hub("ann/clusters", model_card_kwargs={"license": "mit"}) == "address"
+    assert model.push_to_hub("me/clusters", model_card_kwargs={"license": "mit"}) == "address"
     assert sorted(pushed) == FILES
     card = ModelCard(pushed["README.md"].decode())
     assert (card.data.license, card.data.library_name) == ("mit", "cdc-plugin")

@@ -5,25 +5,19 @@ import pytest
 import torch
 
 from cdc_plugin import prediction
-from cdc_plugin.clusterer import Clusterer
 from cdc_plugin.core.outliers import fit_prototypes
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import extract_features, predict
-from cdc_plugin.heads import ClusterHead
-from cdc_plugin.prediction import predict_file, predict_images
+from cdc_plugin.prediction import predict_images
 from cdc_plugin.tables import prediction_table
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def model(tiny_backbone):
-    torch.manual_seed(3)
-    heads = [ClusterHead(8, 12, 5) for _ in range(2)]
-    for head in heads:  # statistics that differ from those of a fresh layer
-        head(torch.randn(40, 8) * 3 + 1)
-    return Clusterer(tiny_backbone, *heads).eval()
+def model(tiny_clusterer):
+    return tiny_clusterer
 
 
 @pytest.fixture
@@ -105,13 +99,3 @@ def test_too_many_images_at_once_for_the_memory_are_told_with_the_way_out(model,
     monkeypatch.setattr(prediction, "_columns", full)
     with pytest.raises(UserError, match="smaller --batch-size"):
         predict_images(model, digits[0][:4], CPU)
-
-
-def test_predictions_are_written_to_a_file(model, photos, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    model.save(folder, {})
-    table, skipped = predict_file(folder, photos, tmp_path / "p.csv", "cpu")
-    assert len(table) == 30
-    assert skipped == []
-    assert len((tmp_path / "p.csv").read_text().splitlines()) == 31

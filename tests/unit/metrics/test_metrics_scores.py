@@ -133,6 +133,7 @@ def test_precisions_agree():
     exact = summary(probs, labels)
     for dtype, within in ((np.float32, 1e-5), (np.float16, 5e-3)):
         found = summary(probs.astype(dtype), labels)
+        assert found["CONF"] == pytest.approx(exact["CONF"], abs=1e-3)
         for name in LABELLED | {"CONF"}:
             assert found[name] == pytest.approx(exact[name], abs=within), (name, dtype)
 
