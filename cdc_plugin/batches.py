@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,13 +57,22 @@ def fresh_views(config: RefineConfig, backbone: Backbone, images: ImageSet, devi
         pixels = images.batch(chosen)
         if device.type == "cuda":
             pixels = pixels.pin_memory()
-        return Views(*make_views(pixels.to(device, non_blocking=True), settings, randomness))
+        return Views(*make_views(pixels.to(device, non_blocking=True), settings, randomness), chosen)
 
     return make
 
 
+@dataclass(frozen=True)
+class ViewFeatures:
+    """Features of a frozen backbone: plain (N, D), weak and strong (views, N, D)."""
+
+    plain: Tensor
+    weak: Tensor
+    strong: Tensor
+
+
 @torch.no_grad()
-def cached_views(config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device) -> MakeViews:
+def view_features(config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device) -> ViewFeatures:
     """Features of a fixed number of weak and strong views, computed once by the frozen backbone."""
     count, make = config.frozen_views, fresh_views(config, backbone, images, device)
     backbone.eval()
@@ -77,13 +87,17 @@ def cached_views(config: RefineConfig, backbone: Backbone, images: ImageSet, dev
                 plain.append(backbone(views.plain))
             weak[view].append(backbone(views.weak))
             strong[view].append(backbone(views.strong))
-    all_plain = torch.cat(plain)
-    all_weak = torch.stack([torch.cat(rows) for rows in weak])  # (views, N, D)
-    all_strong = torch.stack([torch.cat(rows) for rows in strong])
+    of_views = [torch.stack([torch.cat(rows) for rows in of_view]) for of_view in (weak, strong)]
+    return ViewFeatures(torch.cat(plain), *of_views)
+
+
+def cached_views(features: ViewFeatures) -> MakeViews:
+    """Views that are drawn from cached features."""
+    device, count = features.plain.device, len(features.weak)
 
     def pick(chosen: Tensor, randomness: torch.Generator) -> Views:
         which = torch.randint(count, (2, len(chosen)), generator=randomness).to(device)
         rows = chosen.to(device)
-        return Views(all_plain[rows], all_weak[which[0], rows], all_strong[which[1], rows])
+        return Views(features.plain[rows], features.weak[which[0], rows], features.strong[which[1], rows], chosen)
 
     return pick

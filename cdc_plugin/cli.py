@@ -216,7 +216,8 @@ def _guard(
     except UserError as error:
         _stop(f"{parser.prog}: error: {error}", 2)
     except KeyboardInterrupt:
-        hint = "; finished epochs are kept, go on with --resume" if parser.prog == "cdc-refine" else ""
+        resumable = parser.prog in ("cdc-refine", "cdc-pretrain")
+        hint = "; finished epochs are kept, go on with --resume" if resumable else ""
         _stop(f"{parser.prog}: interrupted{hint}", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -36,7 +36,7 @@ class RefineConfig:
     arch: str | None = None  # network of a checkpoint that does not say
     branch: str | None = None  # online or momentum (EMA, teacher), where a checkpoint holds both
     head: int | None = None  # which of several clustering heads in the checkpoint
-    init: str | None = None  # keep (the old model's heads) or prototypes; None: keep where there are heads
+    init: str | None = None  # keep (the old model's heads), prototypes or random; None: keep where there are heads
     trust_checkpoint: bool = False  # open pickled modules, which runs the code they name
     partial_weights: bool = False  # go on although weights of the backbone are missing
     data: str | None = None  # folder, .npz, .npy or the name of a data set
@@ -49,7 +49,13 @@ class RefineConfig:
     mini_clusters: int | None = None  # K
     hidden: int = 512  # H
     entropy_weight: float = 1.0  # w_en
-    selection: str = "confident"
+    heads: str = "dual"  # or one head only: clu (pseudo-labels), clu+cal (both losses)
+    stop_gradient: bool = True  # the calibration loss does not move the backbone
+    calibration: str = "mini-clusters"  # or label-smoothing, focal, l1, none
+    calibration_strength: float | None = None  # of those that have one: smoothing, gamma, weight of the norm
+    selection: str = "confident"  # or fixed, flexmatch, freematch; with add-ons, as confident+gsf
+    threshold: float = 0.95  # confidence that fixed and flexmatch ask for
+    selection_momentum: float = 0.9  # share of the past in freematch's moving averages, a batch
 
     epochs: int | None = None
     batch_size: int | None = None  # B: selection and mini-clusters are computed over it
@@ -73,6 +79,7 @@ class RefineConfig:
 
 
 INPUT_FACTS = ("mean", "std", "input_size")
+HEADS = ("dual", "clu", "clu+cal")
 SCHEDULES = ("cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
@@ -169,6 +176,12 @@ def check(config: RefineConfig) -> None:
             raise UserError(f"{name} must lie between 0 and 10, found {value}")
     if config.sub_batch_size == 1:
         raise UserError("sub_batch_size must be at least 2: BatchNorm has no statistics of one image")
+    for name in ("threshold", "selection_momentum"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"{name} must lie between 0 and 1, found {getattr(config, name)}")
+    if config.calibration_strength is not None and config.calibration_strength < 0:
+        raise UserError(f"calibration_strength must be 0 or more, found {config.calibration_strength}")
+    _one_of("heads", config.heads, HEADS)
     _one_of("schedule", config.schedule, SCHEDULES)
     _one_of("precision", config.precision, PRECISIONS)
     scale = config.augment.crop_scale

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cdc_plugin.config import RefineConfig, sub_batches
+from cdc_plugin.core.calibration import calibrations, hard_targets
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
-from cdc_plugin.core.selection import Selection, selections
+from cdc_plugin.core.moderate import make_selector
+from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.errors import UserError
 from cdc_plugin.runtime import autocast, generator
@@ -28,11 +30,16 @@ from cdc_plugin.runtime import autocast, generator
 
 @dataclass(frozen=True)
 class Views:
-    """One batch: three views of the same B images, or of their features where the backbone is frozen."""
+    """One batch: three views of the same B images, or of their features where the backbone is frozen.
+
+    Args:
+        rows: (B,) numbers of the images in the whole set.
+    """
 
     plain: Tensor
     weak: Tensor
     strong: Tensor
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,15 @@ class Judgement:
 
 
 class Refiner:
-    """Backbone, both heads, their optimisers and the number of finished epochs: all that a run changes."""
+    """Backbone, both heads, their optimisers and the number of finished epochs: all that a run changes.
+
+    Where the config asks for a single head (Tab. 3, III and IV), the calibration head is a copy of the
+    clustering head, renewed after every epoch.
+
+    Args:
+        images: N, how many there are.
+        total_steps: steps of the whole run, for the schedule of the rates.
+    """
 
     def __init__(
         self,
@@ -56,6 +71,7 @@ class Refiner:
         calibration_head: nn.Module,
         config: RefineConfig,
         device: torch.device,
+        images: int,
         total_steps: int,
     ) -> None:
         self.backbone = backbone.to(device)
@@ -71,7 +87,14 @@ class Refiner:
         self.clustering_optimizer = torch.optim.Adam(groups)
         self.calibration_optimizer = torch.optim.Adam(calibration_head.parameters(), lr=config.lr_heads)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
-        self.select: Callable[[Tensor], Selection] = selections.get(config.selection)
+        assert config.clusters is not None
+        self.select = make_selector(
+            config.selection, images, config.clusters, config.threshold, config.selection_momentum, device
+        )
+        self.calibration = calibrations.get(config.calibration)
+        strength = config.calibration_strength
+        self.strength = self.calibration.strength if strength is None else strength
+        self.judging_head = self.calibration_head if config.heads == "dual" else self.clustering_head
         self.epoch = 0
         self.steps = 0
 
@@ -90,6 +113,8 @@ class Refiner:
                 logs.append(self.train_batch(views, randomness))
                 after_batch(logs[-1])
             self.epoch += 1
+            if self.judging_head is self.clustering_head:
+                self.calibration_head.load_state_dict(self.clustering_head.state_dict())
             mean = {key: sum(log[key] for log in logs) / len(logs) for key in logs[0]}
             after_epoch({"epoch": self.epoch, **mean, "lr_factor": self._rate()})
 
@@ -105,19 +130,20 @@ class Refiner:
             for part in torch.arange(len(labels)).tensor_split(parts):
                 rows = slice(int(part[0]), int(part[-1]) + 1)
                 self._set_rates()
-                clustering_losses.append(self._step_clustering(views.strong[rows], labels[rows], mask[rows]))
-                calibration_losses.append(self._step_calibration(judged.features[rows], judged.targets[rows]))
+                clustering, calibration = self._step(views, judged, rows)
+                clustering_losses.append(clustering)
+                calibration_losses.append(calibration)
                 self.steps += 1
         clustering_loss = torch.stack(clustering_losses).mean().item()
-        calibration = torch.stack(calibration_losses).mean().item()
-        if not math.isfinite(clustering_loss + calibration):
+        calibrating_loss = torch.stack(calibration_losses).mean().item()
+        if not math.isfinite(clustering_loss + calibrating_loss):
             raise UserError(
                 f"the loss is not finite in epoch {self.epoch + 1}: the rates are too high for this backbone; "
                 f"try lr_backbone={self.config.lr_backbone / 10:g} lr_heads={self.config.lr_heads / 10:g}"  # type: ignore[operator]
             )
         return {
             "clustering_loss": clustering_loss,
-            "calibration_loss": calibration,
+            "calibration_loss": calibrating_loss,
             "selected": mask.float().mean().item(),
             "confidence": judged.confidence,
             "mini_clusters": judged.mini_clusters,
@@ -134,13 +160,24 @@ class Refiner:
             _judge_by_batch_statistics(module)
         features = self._features(views.plain)
         probs = F.softmax(self.clustering_head(features), dim=1)
-        weak_probs = F.softmax(self.calibration_head(self._features(views.weak)), dim=1)
+        weak_features = self._features(views.weak)
+        hidden = self.judging_head.hidden(weak_features)  # type: ignore[operator]
+        weak_probs = F.softmax(self.judging_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
+        targets, count = self._targets(probs, features, confidence, randomness)
+        selection = self.select(Seen(weak_probs, views.rows.to(self.device), weak_features, hidden))
+        return Judgement(selection, targets, features, confidence, count)
+
+    def _targets(
+        self, probs: Tensor, features: Tensor, confidence: float, randomness: torch.Generator
+    ) -> tuple[Tensor, int]:
+        """Soft targets (B, C), and by how many mini-clusters; 0 where the calibration does without."""
+        if not self.calibration.regional:
+            return hard_targets(probs), 0
         largest = _LARGEST_FROZEN if self.config.freeze_backbone else _LARGEST
         count = self.config.mini_clusters or mini_cluster_count(confidence, len(probs), probs.shape[1], largest)
         assignment = mini_clusters_of(features, count, randomness)
-        targets = mini_cluster_targets(probs, assignment, count)
-        return Judgement(self.select(weak_probs), targets, features, confidence, count)
+        return mini_cluster_targets(probs, assignment, count), count
 
     @contextlib.contextmanager
     def _own_randomness(self, randomness: torch.Generator) -> Iterator[None]:
@@ -156,25 +193,52 @@ class Refiner:
             features = torch.cat([self.backbone(part) for part in images.tensor_split(parts)])
         return features.float()
 
-    def _step_clustering(self, strong: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    def _step(self, views: Views, judged: Judgement, rows: slice) -> tuple[Tensor, Tensor]:
+        """One step on a sub-batch; returns both losses.
+
+        By default each head has a step of its own. A single head, and a calibration head whose gradient reaches
+        the backbone (Tab. 3, V), are trained by the sum of both losses.
+        """
+        labels, mask = judged.selection.labels[rows], judged.selection.mask[rows]
+        config = self.config
+        if config.heads == "clu":
+            loss = self._clustering_loss(views.strong[rows], labels, mask)
+            self._descend(loss, self.clustering_optimizer)
+            return loss.detach(), torch.zeros_like(loss)
+        if config.heads == "dual" and config.stop_gradient:
+            loss = self._clustering_loss(views.strong[rows], labels, mask)
+            self._descend(loss, self.clustering_optimizer)
+            calibration = self._calibration_loss(judged.features[rows], judged.targets[rows])
+            self.calibration_optimizer.zero_grad(set_to_none=True)
+            calibration.backward()
+            self.calibration_optimizer.step()
+            return loss.detach(), calibration.detach()
+        loss = self._clustering_loss(views.strong[rows], labels, mask)
+        features = judged.features[rows] if config.stop_gradient else self._features(views.plain[rows])
+        calibration = self._calibration_loss(features, judged.targets[rows])
+        moved = [self.clustering_optimizer, *([self.calibration_optimizer] if config.heads == "dual" else [])]
+        self._descend(loss + calibration, *moved)
+        return loss.detach(), calibration.detach()
+
+    def _clustering_loss(self, strong: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
         self.backbone.train()
         self.clustering_head.train()
         with autocast(self.device, self.config.precision):
             logits = self.clustering_head(self.backbone(strong))
-        loss = pseudo_label_loss(logits.float(), labels, mask)
-        self.clustering_optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.clustering_optimizer)
-        self.scaler.update()
-        return loss.detach()
+        return pseudo_label_loss(logits.float(), labels, mask)
 
-    def _step_calibration(self, features: Tensor, targets: Tensor) -> Tensor:
-        self.calibration_head.train()
-        loss = calibration_loss(self.calibration_head(features), targets, self.config.entropy_weight)
-        self.calibration_optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.calibration_optimizer.step()
-        return loss.detach()
+    def _calibration_loss(self, features: Tensor, targets: Tensor) -> Tensor:
+        self.judging_head.train()
+        logits, weight = self.judging_head(features), self.config.entropy_weight
+        return calibration_loss(logits, targets, weight, lambda x, goal: self.calibration.loss(x, goal, self.strength))
+
+    def _descend(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
 
     def _rate(self) -> float:
         if self.config.schedule == "constant":
@@ -194,6 +258,7 @@ class Refiner:
             "epoch": self.epoch,
             "steps": self.steps,
             "scaler": self.scaler.state_dict(),
+            "selector": dict(self.select.state),
             **{name: getattr(self, name).state_dict() for name in _STATEFUL},
         }
 
@@ -201,6 +266,8 @@ class Refiner:
         for name in _STATEFUL:
             getattr(self, name).load_state_dict(state[name])
         self.scaler.load_state_dict(state["scaler"])
+        # Runs that an earlier release began remember nothing here.
+        self.select.state.update({name: value.to(self.device) for name, value in state.get("selector", {}).items()})
         self.epoch, self.steps = state["epoch"], state["steps"]
 
 

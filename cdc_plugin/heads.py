@@ -29,6 +29,16 @@ class LayeredHead(nn.Sequential):
     def clusters(self) -> int:
         return int(next(entry[2] for entry in reversed(self.layers) if entry[0] == "linear"))
 
+    def hidden(self, features: Tensor) -> Tensor:
+        """What the last layer is given."""
+        for layer in list(self)[:-1]:
+            features = layer(features)
+        return features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The last layer; ``logits(hidden(features))`` is the whole head."""
+        return self[-1](hidden)
+
     @property
     def spec(self) -> dict[str, Any]:
         """How `build_head` makes it again, for JSON."""
@@ -91,9 +101,15 @@ class CosineHead(nn.Module):
             "temperature": self.temperature,
         }
 
+    def hidden(self, features: Tensor) -> Tensor:
+        """The projection at unit length, which is compared with the centres."""
+        return F.normalize(self.projection(features), dim=1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ F.normalize(self.centers, dim=1).T / self.temperature
+
     def forward(self, features: Tensor) -> Tensor:
-        projected = F.normalize(self.projection(features), dim=1)
-        return projected @ F.normalize(self.centers, dim=1).T / self.temperature
+        return self.logits(self.hidden(features))
 
 
 class Normalize(nn.Module):

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.config import RefineConfig
-from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights, prototype_head
+from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, prototype_head, standardize_rows
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import ClusterHead, CosineHead, LayeredHead
 
-INITS = ("prototypes", "keep")
+INITS = ("prototypes", "keep", "random")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def initial_heads(
     assert config.clusters is not None
     if init == "keep":
         return heads_kept(old_heads, features, config.hidden, generator)
+    if init == "random":
+        return heads_at_random(features, config.clusters, config.hidden, generator)
     return heads_from_prototypes(features, config.clusters, config.hidden, generator, old)
 
 
@@ -87,6 +90,16 @@ def heads_kept(heads: tuple[nn.Module, ...], features: Tensor, hidden: int, gene
     weights = prototype_head(features, clusters, max(hidden, 2 * clusters), generator)
     first, last = (_kept(head, weights, features) for head in (heads[0], heads[-1]))
     return InitialHeads(first, last, weights.partition)
+
+
+def heads_at_random(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
+    """Both heads alike, with torch's random weights: what prototypes are compared with (Tab. 3, I)."""
+    partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        head = ClusterHead(features.shape[1], hidden, clusters)
+    head = head.to(features.device).eval()
+    return InitialHeads(head, copy.deepcopy(head), partition)
 
 
 @torch.no_grad()

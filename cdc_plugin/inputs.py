@@ -25,7 +25,8 @@ from cdc_plugin.checkpoints.probe import (
 from cdc_plugin.checkpoints.solo_args import run_defaults
 from cdc_plugin.checkpoints.verification import CLEAR_SIZE
 from cdc_plugin.config import INPUT_FACTS, RefineConfig, load_config
-from cdc_plugin.core.selection import selections
+from cdc_plugin.core.calibration import check_calibration
+from cdc_plugin.core.moderate import check_selection
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
@@ -171,6 +172,7 @@ def check_request(config: RefineConfig, resume: bool) -> None:
     missing = [name for name in wanted if getattr(config, name) is None]
     if missing:
         raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
-    selections.get(config.selection)
+    check_selection(config.selection)
+    check_calibration(config.calibration)
     choose_device(config.device)
     make_trackers(config.track)

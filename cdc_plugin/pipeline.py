@@ -11,17 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.augmentation import choose_augmentation
-from cdc_plugin.batches import (
-    AUGMENTATION,
-    FINAL,
-    INITIALISATION,
-    QUALITY,
-    batches_of,
-    cached_views,
-    fresh_views,
-    training_views,
-)
+from cdc_plugin.batches import FINAL, QUALITY, batches_of, cached_views, fresh_views, training_views, view_features
 from cdc_plugin.checkpoints.architectures import build
 from cdc_plugin.checkpoints.formats import Loaded
 from cdc_plugin.clusterer import Clusterer
@@ -32,7 +22,6 @@ from cdc_plugin.engine import Refiner
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import (
     Report,
-    extract_features,
     head_probabilities,
     kmeans_assignment,
     measure,
@@ -41,9 +30,9 @@ from cdc_plugin.evaluation import (
     trusted_samples,
 )
 from cdc_plugin.heads import build_head
-from cdc_plugin.initialisation import choose_init, initial_heads, with_clusters
-from cdc_plugin.inputs import check_request, configure, open_data, open_network, settle_assumptions
+from cdc_plugin.inputs import check_request, configure, open_data
 from cdc_plugin.model import Backbone
+from cdc_plugin.preparation import gather, initialise
 from cdc_plugin.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch
 from cdc_plugin.report.of_run import findings_of_run
 from cdc_plugin.report.page import write_page
@@ -150,52 +139,22 @@ def run(
 
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any) -> Run:
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
-    device = choose_device(config.device)
-    loaded = open_network(config, module)
-    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
-    assert config.clusters is not None
-    init = choose_init(config.init, loaded.heads, config.clusters)
-    images = open_data(config, backbone, folder / CACHE, data)
-    backbone = settle_assumptions(backbone, images)
-    config = resolve(config, len(images), backbone.input_size)
-    training_views(config, backbone)  # refuses a wrong augmentation before any work is done
-    assert config.clusters is not None
-    backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    source = "the old model's heads" if init == "keep" else "prototypes"
-    log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
-    log.info("initialising %d clusters by %s, on the features of %d images", config.clusters, source, len(images))
-    features = extract_features(backbone, images, device, config.precision, progress)
-    if not torch.isfinite(features).all():
-        raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
-    if float(features.std(dim=0).max()) < 1e-6:
-        log.warning("the features of all images are the same: the backbone has collapsed")
-    old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
-    randomness = generator(config.seed, INITIALISATION)
-    heads = initial_heads(init, loaded.heads, features.to(device), old, config, randomness)
-    chosen, agreements = choose_augmentation(
-        config.augment, backbone, heads.clustering, images, device, generator(config.seed, AUGMENTATION)
-    )
-    if agreements:
-        log.info(
-            "augmentation chosen by agreement of clusters (%s): flip %s, crop_scale %g",
-            ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items()),
-            chosen.flip,
-            chosen.crop_scale,
-        )
+    material = gather(config, module, data, folder / CACHE)
+    heads, chosen = initialise(material)
+    config, backbone, images, features = material.config, material.backbone, material.images, material.features
     # What the user gave is kept to the digit, so that the same command can resume the run.
     for name in ("mean", "std"):
         if getattr(config, name) is None or name in config.presumed:
             config = dataclasses.replace(config, **{name: getattr(backbone, name).tolist()})
-    config = dataclasses.replace(config, augment=chosen, init=init, presumed=[], track=config.track or [])
+    config = dataclasses.replace(config, augment=chosen, presumed=[], track=config.track or [])
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
     partition = heads.partition.cpu()
     before = measure(clustering, calibration, partition.numpy(), images.labels)
     model = Clusterer(backbone, heads.clustering, heads.calibration)
-    record = _old_record(old, calibration, loaded, images)
-    return Run(config, folder, device, images, model, before, [], partition, record)
+    record = _old_record(material.old, calibration, material.loaded, images)
+    return Run(config, folder, material.device, images, model, before, [], partition, record)
 
 
 def _old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
@@ -245,11 +204,13 @@ def train(current: Run, track: Tracking) -> None:
     epochs, frozen = config.epochs or 0, config.freeze_backbone
     trained = nn.Identity() if frozen else model.backbone
     steps = epochs * steps_an_epoch(len(current.images), config)
-    refiner = Refiner(trained, model.clustering_head, model.calibration_head, config, current.device, steps)
+    heads, images = (model.clustering_head, model.calibration_head), len(current.images)
+    refiner = Refiner(trained, *heads, config, current.device, images, steps)
     if current.state is not None:
         refiner.restore(current.state["refiner"])
-    views_of = cached_views if frozen and refiner.epoch < epochs else fresh_views
-    make = views_of(config, model.backbone, current.images, current.device)
+    make = fresh_views(config, model.backbone, current.images, current.device)
+    if frozen and refiner.epoch < epochs:
+        make = cached_views(view_features(config, model.backbone, current.images, current.device))
 
     def save() -> None:
         backbone = model.backbone

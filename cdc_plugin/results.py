@@ -18,6 +18,7 @@ PREDICTIONS, REPORT, PAGE = "predictions.csv", "report.json", "report.html"
 OTHER_FILES = ("model.safetensors", "model.json", "trackers.json")
 RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *OTHER_FILES)
 EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
+COMPARISON = "comparison.json"
 CACHE = "cache"
 DEFAULT_PARENT = Path("cdc-runs")
 
@@ -53,6 +54,19 @@ def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
             f"{folder} is not empty ({_some(present)}); give another --out, or --overwrite to replace "
             f"{', '.join(EVALUATION_FILES)} in it"
         )
+    try:
+        yield folder
+    finally:
+        leave_nothing_behind(folder)
+
+
+@contextlib.contextmanager
+def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Iterator[Path]:
+    """The folder of a comparison; one that holds a comparison already is gone on with, any other must be empty."""
+    folder = Path(out).expanduser() if out is not None else _numbered(name, latest=overwrite)
+    present = _make(folder)
+    if present and not (folder / COMPARISON).is_file():
+        raise UserError(f"{folder} holds no comparison but {_some(present)}; give another --out")
     try:
         yield folder
     finally:

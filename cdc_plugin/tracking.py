@@ -104,6 +104,28 @@ class TrainingProgress:
         self.bar.close()
 
 
+class CellProgress:
+    """A bar over the cells of a comparison, and a log line for each with the time that is left."""
+
+    def __init__(self, cells: int, finished: int) -> None:
+        from tqdm import tqdm
+
+        self.cells, self.before, self.done = cells, finished, finished
+        self.began = time.monotonic()
+        self.bar = tqdm(total=cells, initial=finished, desc="cells", unit="cell", disable=not sys.stderr.isatty())
+
+    def after_cell(self, name: str, figures: dict[str, Any], seconds: float) -> None:
+        """Count a cell; ``figures`` are those worth a word."""
+        self.done += 1
+        left = (time.monotonic() - self.began) / max(1, self.done - self.before) * (self.cells - self.done)
+        words = "".join(f", {key} {100 * value:.1f}" for key, value in figures.items() if value is not None)
+        log.info("%d/%d %s%s, %.0f s; %s left", self.done, self.cells, name, words, seconds, _duration(left))
+        self.bar.update()
+
+    def close(self) -> None:
+        self.bar.close()
+
+
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,6 +37,11 @@ def negative_entropy(logits: Tensor) -> Tensor:
     return (log_mean.exp() * log_mean).sum()
 
 
-def calibration_loss(logits: Tensor, targets: Tensor, entropy_weight: float) -> Tensor:
-    """L = L_cal + w_en · L_en (Eq. 3)."""
-    return soft_target_loss(logits, targets) + entropy_weight * negative_entropy(logits)
+def calibration_loss(
+    logits: Tensor,
+    targets: Tensor,
+    entropy_weight: float,
+    fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss,
+) -> Tensor:
+    """L = L_cal + w_en · L_en (Eq. 3); ``fit`` takes the place of L_cal where another calibration is compared."""
+    return fit(logits, targets) + entropy_weight * negative_entropy(logits)

@@ -1,4 +1,4 @@
-"""Confidence-aware selection of pseudo-labels (Sec. 3.2, Eq. 4)."""
+"""Which pseudo-labels are trusted: what every selection is given, and the confidence-aware one (Sec. 3.2, Eq. 4)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,61 @@ class Selection:
     quota: Tensor
 
 
-selections: Registry = Registry("selection")
+@dataclass(frozen=True)
+class Seen:
+    """What the selecting head made of the weak views of a batch.
+
+    Args:
+        probs: (B, C) its probabilities.
+        rows: (B,) numbers of the images in the whole set, from 0.
+        features: (B, D) the features it was given.
+        hidden: (B, H) what its last layer was given.
+    """
+
+    probs: Tensor
+    rows: Tensor
+    features: Tensor
+    hidden: Tensor
+
+
+class Selector:
+    """One way to select, made once a run; ``state`` is all that it remembers between batches.
+
+    Args:
+        images: N, how many there are.
+        clusters: C.
+        threshold: confidence asked for, where the way has a fixed threshold.
+        momentum: share of the past in moving averages, where the way has any.
+        device: where the state lives.
+    """
+
+    def __init__(self, images: int, clusters: int, threshold: float, momentum: float, device: torch.device) -> None:
+        self.images, self.clusters, self.threshold, self.momentum = images, clusters, threshold, momentum
+        self.state: dict[str, Tensor] = {}
+
+    def __call__(self, seen: Seen) -> Selection:
+        raise NotImplementedError
+
+
+selections: Registry[type[Selector]] = Registry("selection")
 
 
 @selections.register("confident")
+class Confident(Selector):
+    """`select_confident`: the selection of CDC."""
+
+    def __call__(self, seen: Seen) -> Selection:
+        return select_confident(seen.probs)
+
+
+@selections.register("confident-column")
+class ConfidentColumn(Selector):
+    """`select_confident_column`: the stricter reading of Eq. 4."""
+
+    def __call__(self, seen: Seen) -> Selection:
+        return select_confident_column(seen.probs)
+
+
 def select_confident(probs: Tensor) -> Selection:
     """Trust the top M(c) samples of every cluster c, M(c) being their summed confidence (Eq. 4).
 
@@ -39,7 +90,6 @@ def select_confident(probs: Tensor) -> Selection:
     return _trust(labels, top, confidence[top].sum(dim=0))
 
 
-@selections.register("confident-column")
 def select_confident_column(probs: Tensor) -> Selection:
     """As ``confident``, with M(c) the summed probability *of cluster c*: the stricter reading of Eq. 4.
 

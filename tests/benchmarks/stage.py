@@ -83,10 +83,10 @@ def share_of_an_epoch(batch: int = 1000, mini_clusters: int = 500) -> dict[str, 
         clusters=10, mini_clusters=mini_clusters, batch_size=batch, sub_batch_size=500, lr_heads=1e-4, lr_backbone=5e-5
     )
     heads = [ClusterHead(width, 512, 10) for _ in range(2)]
-    refiner = Refiner(network, *heads, config, torch.device("cpu"), 1000)
+    refiner = Refiner(network, *heads, config, torch.device("cpu"), len(pixels), 1000)
 
     def make() -> Views:
-        return Views(*make_views(pixels, settings(), generator(0)))
+        return Views(*make_views(pixels, settings(), generator(0)), torch.arange(len(pixels)))
 
     views = make()
     whole = cpu_seconds(lambda: refiner.train_batch(make(), generator(0)))

@@ -145,8 +145,8 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
         lr_backbone=LR_BACKBONE,
         schedule="constant",
     )
-    refiner = engine.Refiner(backbone, *heads, config, torch.device("cpu"), total_steps=1)
-    views = engine.Views(given["in/val"], given["in/image"], given["in/image_augmented"])
+    refiner = engine.Refiner(backbone, *heads, config, torch.device("cpu"), images=60, total_steps=1)
+    views = engine.Views(given["in/val"], given["in/image"], given["in/image_augmented"], torch.arange(60))
     judged = refiner.judge(views, torch.Generator())
     selection, targets, features = judged.selection, judged.targets, judged.features
     assert selection.mask.tolist() == given["mid/selected_idx"].bool().tolist()

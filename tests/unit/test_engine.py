@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cdc_plugin import engine
 from cdc_plugin.config import RefineConfig
-from cdc_plugin.core.selection import Selection
+from cdc_plugin.core.selection import Seen, Selection, Selector
 from cdc_plugin.engine import Refiner, Views
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import ClusterHead
@@ -48,14 +48,14 @@ def make(
     torch.manual_seed(seed)
     network = backbone()
     heads = [ClusterHead(features, config.hidden, config.clusters or 2) for _ in range(2)]
-    return Refiner(network, *heads, config, CPU, total_steps=6)
+    return Refiner(network, *heads, config, CPU, images=24, total_steps=6)
 
 
 def views(seed: int = 0, count: int = 24, size: int = 10) -> Views:
     randomness = torch.Generator().manual_seed(seed)
     plain = torch.randn(3, size, generator=randomness)[torch.arange(count) % 3] * 2
     noise = [0.1 * torch.randn(count, size, generator=randomness) for _ in range(3)]
-    return Views(*(plain + n for n in noise))
+    return Views(*(plain + n for n in noise), torch.arange(count))
 
 
 def batches(epoch: int) -> list[Views]:
@@ -84,11 +84,12 @@ def tensors_of(refiner: Refiner) -> dict[str, Tensor]:
 def trust(share: float):
     """A selection that takes the given share of the samples."""
 
-    def select(probs: Tensor) -> Selection:
-        mask = torch.arange(len(probs)) < share * len(probs)
-        return Selection(probs.argmax(dim=1), mask, torch.zeros(probs.shape[1], dtype=torch.long))
+    class Share(Selector):
+        def __call__(self, seen: Seen) -> Selection:
+            mask = torch.arange(len(seen.probs)) < share * len(seen.probs)
+            return Selection(seen.probs.argmax(dim=1), mask, torch.zeros(seen.probs.shape[1], dtype=torch.long))
 
-    return select
+    return Share(24, 3, 0.95, 0.9, CPU)
 
 
 def test_the_calibration_step_leaves_backbone_and_clustering_head_untouched():
@@ -102,7 +103,7 @@ def test_the_calibration_step_leaves_backbone_and_clustering_head_untouched():
 
 
 def test_the_pseudo_label_step_leaves_the_calibration_head_untouched(monkeypatch):
-    monkeypatch.setattr(engine, "calibration_loss", lambda logits, targets, weight: (logits * 0).sum())
+    monkeypatch.setattr(engine, "calibration_loss", lambda logits, targets, weight, fit: (logits * 0).sum())
     refiner = make(settings())
     refiner.select = trust(1)
     before = [weights(m) for m in (refiner.backbone, refiner.clustering_head, refiner.calibration_head)]
@@ -229,7 +230,7 @@ def test_dropout_is_off_in_judging_and_on_in_training():
 def test_running_statistics_follow_the_data_and_momentum_is_left_as_it_was():
     backbone = nn.Sequential(nn.BatchNorm1d(10, momentum=0.3), nn.Linear(10, 5))
     refiner = make(settings(lr_heads=0.0, lr_backbone=0.0), lambda: backbone)
-    given = Views(*(view + 5 for view in (views().plain, views().weak, views().strong)))
+    given = Views(*(view + 5 for view in (views().plain, views().weak, views().strong)), views().rows)
     for _ in range(30):
         refiner.train_batch(given, torch.Generator())
     expected = torch.stack([given.plain, given.weak, given.strong]).mean(dim=(0, 1))
@@ -273,7 +274,7 @@ def test_unusual_sizes_train_without_nan(changes, count):
 def test_identical_images_train_without_nan():
     refiner = make(settings())
     same_image = torch.ones(24, 10)
-    refiner.train_batch(Views(same_image, same_image, same_image), torch.Generator())
+    refiner.train_batch(Views(same_image, same_image, same_image, torch.arange(len(same_image))), torch.Generator())
     assert all(torch.isfinite(tensor.float()).all() for tensor in tensors_of(refiner).values())
 
 

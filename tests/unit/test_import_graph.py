@@ -7,12 +7,14 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cdc_plugin"
 LAYERS = [
-    {"__main__", "cli_evaluate", "cli_export", "cli_inspect", "cli_predict"},
+    {"__main__", "cli_compare", "cli_evaluate", "cli_export", "cli_inspect", "cli_predict", "cli_pretrain"},
     {"cli", "integrations"},
-    {"pipeline", "planning", "assessment", "prediction", "pretrain_demo", "exports", "inspection"},
-    {"answers", "audit"},
+    {"comparison"},
+    {"pipeline", "planning", "assessment", "prediction", "pretrain_demo", "pretraining", "exports", "inspection"},
+    {"answers", "audit", "preparation"},
     {"batches", "inputs", "report"},
-    {"engine", "evaluation", "augmentation", "initialisation", "diagnosis", "quality", "hub", "outputs", "subjects"},
+    {"references"},
+    {"baselines", "engine", "evaluation", "augmentation", "initialisation", "diagnosis", "quality", "hub", "outputs", "subjects"},
     {"clusterer", "hub_card"},
     {"data", "checkpoints", "tracking", "trackers", "results"},
     {"tables"},
@@ -78,6 +80,12 @@ def test_the_engine_cannot_see_a_label_even_indirectly():
     assert not parts_reached("engine") & forbidden
 
 
+def test_no_opponent_can_see_a_label_but_the_references_that_say_so():
+    assert not parts_reached("baselines") & {"metrics", "evaluation", "data", "references", "pipeline"}
+    seen_by = {part_of(name) for name, targets in GRAPH.items() if any(part_of(t) == "references" for t in targets)}
+    assert seen_by - {"references"} <= {"comparison"}
+
+
 def test_the_quality_card_cannot_see_a_label_measure():
     assert not parts_reached("quality") & {"metrics", "evaluation", "report", "pipeline"}
 
@@ -99,9 +107,11 @@ def test_only_the_command_line_prints_and_parses_arguments():
         assert not called & {"print", "exit", "quit", "input"}, file
     assert {name for name, targets in GRAPH.items() if "argparse" in targets} == {
         "cdc_plugin.cli",
+        "cdc_plugin.cli_compare",
         "cdc_plugin.cli_evaluate",
         "cdc_plugin.cli_export",
         "cdc_plugin.cli_inspect",
         "cdc_plugin.cli_predict",
+        "cdc_plugin.cli_pretrain",
         "cdc_plugin.pretrain_demo",
     }

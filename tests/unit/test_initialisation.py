@@ -115,7 +115,7 @@ def test_the_start_follows_what_is_asked_and_what_there_is():
     with pytest.raises(UserError, match="needs a checkpoint with a clustering head"):
         choose_init("keep", (), 4)
     with pytest.raises(UserError, match="prototypes, keep"):
-        choose_init("random", old, 4)
+        choose_init("chance", old, 4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.selection import select_confident, select_confident_column, selections
+from cdc_plugin.core.selection import (
+    Confident,
+    ConfidentColumn,
+    Seen,
+    select_confident,
+    select_confident_column,
+    selections,
+)
 from cdc_plugin.errors import UserError
 
 BOTH = [select_confident, select_confident_column]
@@ -102,6 +109,21 @@ def test_more_clusters_than_images_in_a_batch_are_refused_with_advice(select):
 
 
 def test_selections_are_found_by_name():
-    assert selections.get("confident") is select_confident
+    assert selections.get("confident") is Confident
+    assert selections.get("confident-column") is ConfidentColumn
     with pytest.raises(UserError, match="did you mean 'confident'"):
         selections.get("confidant")
+
+
+@pytest.mark.parametrize(
+    ("name", "select"), [("confident", select_confident), ("confident-column", select_confident_column)]
+)
+def test_selectors_give_what_their_functions_give_and_remember_nothing(name, select):
+    selector = selections.get(name)(images=100, clusters=8, threshold=0.95, momentum=0.9, device=torch.device("cpu"))
+    for seed in range(2):
+        probs = random_probs(80, 8, seed)
+        selection, expected = selector(Seen(probs, torch.arange(80), probs, probs)), select(probs)
+        assert torch.equal(selection.labels, expected.labels)
+        assert torch.equal(selection.mask, expected.mask)
+        assert torch.equal(selection.quota, expected.quota)
+    assert selector.state == {}

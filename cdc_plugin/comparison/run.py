@@ -1,0 +1,192 @@
+"""A comparison from what was asked to tables and a page: read `run_comparison` first."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from cdc_plugin.comparison.cell import Cell, read_record
+from cdc_plugin.comparison.formats import records_csv, to_csv, to_markdown
+from cdc_plugin.comparison.grid import Grid, run_grid, with_first_stages
+from cdc_plugin.comparison.latex import to_latex
+from cdc_plugin.comparison.methods import Method
+from cdc_plugin.comparison.request import parse_methods, parse_seeds
+from cdc_plugin.comparison.sets import SetOfImages
+from cdc_plugin.comparison.table import Row, collect
+from cdc_plugin.comparison.verdict import verdict
+from cdc_plugin.errors import UserError
+from cdc_plugin.report.grid_page import write_grid
+from cdc_plugin.results import COMPARISON, LOG, PAGE, REPORT, comparison_folder
+from cdc_plugin.runtime import choose_device, write_atomically
+from cdc_plugin.tracking import CellProgress, log, log_to
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The outcome of a comparison: rows of the table, sentences on them, cells that failed and why."""
+
+    rows: list[Row]
+    verdicts: list[str]
+    failures: dict[str, str]
+    folder: Path
+
+
+def compare_methods(
+    backbone: str | Path | nn.Module,
+    data: Any,
+    methods: str | Sequence[str],
+    seeds: int | Sequence[int] = 3,
+    clusters: int | None = None,
+    out: str | Path | None = None,
+    *,
+    outside: Sequence[str] = (),
+    jobs: int = 1,
+    overwrite: bool = False,
+    **overrides: Any,
+) -> Compared:
+    """Run methods side by side on your own images and checkpoint, without labels but for the report.
+
+    Args:
+        backbone, data, clusters: as for `cdc_plugin.refine`.
+        methods: names as ``cdc-compare --list-methods`` gives them, in a list or separated by commas.
+        seeds: how many, or which.
+        out: result folder; the same call goes on with what is in it.
+        outside: images that belong to none of the clusters.
+        overrides: any field of `RefineConfig`, for all methods alike.
+    """
+    module = backbone if isinstance(backbone, nn.Module) else None
+    images = None if isinstance(data, (str, Path)) else data
+    flags = {
+        **overrides,
+        "backbone": f"<{type(backbone).__name__}>" if module is not None else str(backbone),
+        "data": f"<{type(data).__name__}>" if images is not None else str(data),
+        "clusters": clusters,
+    }
+    name = Path(str(data)).stem if images is None else "images"
+    asked = SetOfImages(name, flags=flags, outside=tuple(outside), module=module, images=images)
+    chosen = parse_seeds(str(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    names = [methods] if isinstance(methods, str) else list(methods)
+    return run_comparison([asked], parse_methods(names), chosen, out, jobs=jobs, overwrite=overwrite)
+
+
+def run_comparison(
+    sets: Sequence[SetOfImages],
+    methods: Sequence[Method],
+    seeds: Sequence[int],
+    out: str | Path | None,
+    *,
+    jobs: int | None = None,
+    keep_models: bool = False,
+    overwrite: bool = False,
+    title: str = "",
+    columns: Sequence[str] = (),
+    command: str | None = None,
+) -> Compared:
+    """Check everything, run the cells that are not finished yet, write tables and page."""
+    every = with_first_stages(list(methods))
+    configs = [asked.config() for asked in sets]
+    for config in configs:
+        if any(method.uses_labels for method in every) and not config.labels:
+            names = ", ".join(method.name for method in every if method.uses_labels)
+            raise UserError(f"{names} need labels, which --no-labels ignores; leave one of both out")
+    with comparison_folder(out, f"compare-{sets[0].name}", overwrite) as folder:
+        _settle(folder, sets, overwrite)
+        grid = Grid(tuple(sets), tuple(every), tuple(seeds), folder, 1, keep_models)
+        grid = replace(grid, jobs=jobs or default_jobs(configs[0].device, len(grid.cells())))
+        with log_to(folder / LOG):
+            failures = _run(grid)
+        return write_results(grid, failures, title, columns, command)
+
+
+def default_jobs(device: str, cells: int) -> int:
+    """A process for every core where the CPU computes; one where a GPU does, which they would share."""
+    return min(cells, os.cpu_count() or 1) if choose_device(device).type == "cpu" else 1
+
+
+def write_results(
+    grid: Grid, failures: dict[str, str], title: str, columns: Sequence[str], command: str | None
+) -> Compared:
+    """Tables and page of all cells that are finished."""
+    records = [record for cell in grid.cells() if (record := read_record(cell)) is not None]
+    rows = collect(records, [method.name for method in grid.methods])
+    verdicts = verdict(rows)
+    shown = list(columns) or None
+    text = {
+        "table.csv": to_csv(rows),
+        "table.md": to_markdown(rows, shown),
+        "table.tex": to_latex(rows, shown),
+        "cells.csv": records_csv(records),
+        REPORT: json.dumps({"rows": [asdict(row) for row in rows], "verdicts": verdicts, "failures": failures}) + "\n",
+    }
+    for name, content in text.items():
+        write_atomically(grid.folder / name, lambda path, content=content: path.write_text(content, encoding="utf-8"))  # type: ignore[misc]
+    facts = [
+        ("sets", ", ".join(asked.name for asked in grid.sets)),
+        ("methods", str(len(grid.methods))),
+        ("seeds", ", ".join(map(str, grid.seeds))),
+        ("finished cells", f"{len(records)} of {len(grid.cells())}"),
+        *((f"failed: {name}", reason) for name, reason in failures.items()),
+    ]
+    heading = title or f"{len(grid.methods)} methods on {', '.join(asked.name for asked in grid.sets)}"
+    settings = (grid.folder / COMPARISON).read_text(encoding="utf-8")
+    write_grid(grid.folder / PAGE, heading, facts, rows, verdicts, settings, command)
+    return Compared(rows, verdicts, failures, grid.folder)
+
+
+def _run(grid: Grid) -> dict[str, str]:
+    failures: dict[str, str] = {}
+    cells = grid.cells()
+    finished = sum(read_record(cell) is not None for cell in cells)
+    log.info("%d cells, %d of them finished before; %d at a time", len(cells), finished, grid.jobs)
+    progress = CellProgress(len(cells), finished)
+
+    def after_cell(cell: Cell, record: dict[str, Any] | None, reason: str | None) -> None:
+        name = f"{cell.set}, {cell.method.name}, seed {cell.seed}"
+        if record is None:
+            failures[name] = reason or "unknown"
+            log.warning("%s failed: %s", name, reason)
+            return
+        figures = record["rows"][-1]["figures"]
+        progress.after_cell(name, {key: figures.get(key) for key in ("ACC", "ECE", "CONF")}, record["seconds"])
+
+    try:
+        run_grid(grid, after_cell)
+    finally:
+        progress.close()
+    return failures
+
+
+def _settle(folder: Path, sets: Sequence[SetOfImages], overwrite: bool) -> None:
+    """Note what the comparison is made on; refuse to mix cells of different settings in one table."""
+    path = folder / COMPARISON
+    asked = {
+        each.name: {
+            "recipe": each.recipe,
+            **{key: value for key, value in sorted(each.flags.items()) if value is not None and key != "device"},
+            "settings": list(each.overrides),
+            "outside": list(each.outside),
+        }
+        for each in sets
+    }
+    if overwrite:
+        for name in ("cells", "shared"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    elif path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name, said in asked.items():
+            if name in before and before[name] != said:
+                keys = [key for key in {**said, **before[name]} if said.get(key) != before[name].get(key)]
+                raise UserError(
+                    f"{folder} was begun with other settings for {name} ({', '.join(keys)}); give another --out, or "
+                    "--overwrite to start anew"
+                )
+        asked = {**before, **asked}
+    text = json.dumps(asked, indent=2, default=str) + "\n"
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -1,0 +1,104 @@
+"""What comes before training: inputs opened and checked, features, initial heads, an augmentation that suits them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cdc_plugin.augmentation import choose_augmentation
+from cdc_plugin.batches import AUGMENTATION, INITIALISATION, training_views
+from cdc_plugin.checkpoints.formats import Loaded
+from cdc_plugin.config import AugmentConfig, RefineConfig, resolve
+from cdc_plugin.core.calibration import calibrations
+from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation import extract_features, head_probabilities
+from cdc_plugin.initialisation import InitialHeads, choose_init, initial_heads, with_clusters
+from cdc_plugin.inputs import open_data, open_network, settle_assumptions
+from cdc_plugin.model import Backbone
+from cdc_plugin.runtime import choose_device, generator
+from cdc_plugin.tracking import log, progress
+
+Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Material:
+    """Checked inputs: the backbone is on the device, every number of ``config`` that needs the data is there.
+
+    Args:
+        features: (N, D) of the plain views, on the CPU.
+        old: (N, C') probabilities of the old model's head, where the checkpoint has one.
+    """
+
+    config: RefineConfig
+    loaded: Loaded
+    backbone: Backbone
+    images: ImageSet
+    device: torch.device
+    features: Tensor
+    old: NDArray[np.float32] | None
+
+
+def gather(
+    config: RefineConfig, module: nn.Module | None, data: Any, cache: Path, extract: Extract = extract_features
+) -> Material:
+    """Open the checkpoint and the images, and take the features; mistakes are refused before that."""
+    device = choose_device(config.device)
+    loaded = open_network(config, module)
+    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
+    assert config.clusters is not None
+    init = choose_init(config.init, loaded.heads, config.clusters)
+    images = open_data(config, backbone, cache, data)
+    backbone = settle_assumptions(backbone, images)
+    config = dataclasses.replace(with_numbers(config, images, backbone), init=init)
+    training_views(config, backbone)  # refuses a wrong augmentation before any work is done
+    backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
+    features = extract(backbone, images, device, config.precision, progress)
+    if not torch.isfinite(features).all():
+        raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
+    if float(features.std(dim=0).max()) < 1e-6:
+        log.warning("the features of all images are the same: the backbone has collapsed")
+    old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
+    return Material(config, loaded, backbone, images, device, features, old)
+
+
+def with_numbers(config: RefineConfig, images: ImageSet, backbone: Backbone) -> RefineConfig:
+    """The config with a number in place of every None that can be told now."""
+    config = resolve(config, len(images), backbone.input_size)
+    if config.calibration_strength is None:
+        config = dataclasses.replace(config, calibration_strength=calibrations.get(config.calibration).strength)
+    return config
+
+
+def initialise(material: Material) -> tuple[InitialHeads, AugmentConfig]:
+    """Both heads, from feature prototypes (Sec. 3.3), an old model's head or chance; and the augmentation."""
+    config, device = material.config, material.device
+    assert config.init is not None
+    source = {"keep": "the old model's heads", "random": "chance"}.get(config.init, "prototypes")
+    count = len(material.features)
+    log.info("initialising %d clusters by %s, on the features of %d images", config.clusters, source, count)
+    randomness = generator(config.seed, INITIALISATION)
+    features = material.features.to(device)
+    heads = initial_heads(config.init, material.loaded.heads, features, material.old, config, randomness)
+    randomness = generator(config.seed, AUGMENTATION)
+    chosen, agreements = choose_augmentation(
+        config.augment, material.backbone, heads.clustering, material.images, device, randomness
+    )
+    if agreements:
+        log.info(
+            "augmentation chosen by agreement of clusters (%s): flip %s, crop_scale %g",
+            ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items()),
+            chosen.flip,
+            chosen.crop_scale,
+        )
+    return heads, chosen

@@ -1,0 +1,1 @@
+"""The pretext stage for those who have no backbone: MoCo-v2, SimSiam and BYOL through lightly, without labels."""

@@ -1,0 +1,280 @@
+"""One run of the pretext stage, from images to a folder that ``cdc-refine --backbone`` takes: read `pretrain` first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cdc_plugin.checkpoints.architectures import describe
+from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS
+from cdc_plugin.config import batch_sizes
+from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
+from cdc_plugin.data.resize import SMALL_SIDE
+from cdc_plugin.errors import UserError
+from cdc_plugin.pretraining import loop
+from cdc_plugin.pretraining.config import (
+    TITLES,
+    PretrainConfig,
+    default_recipe,
+    load_pretrain_config,
+    resolve,
+    steps_an_epoch,
+    to_yaml,
+)
+from cdc_plugin.pretraining.methods import METHODS, Sizes, require_lightly
+from cdc_plugin.pretraining.networks import fresh_backbone
+from cdc_plugin.pretraining.progress import COLLAPSED, PretextProgress
+from cdc_plugin.pretraining.views import PretextSettings, pretext_view
+from cdc_plugin.results import (
+    CACHE,
+    CONFIG,
+    HISTORY,
+    LOG,
+    clear_results,
+    leave_nothing_behind,
+    prepare_folder,
+    read_state,
+    write_state,
+)
+from cdc_plugin.runtime import choose_device, generator, write_atomically
+from cdc_plugin.tracking import log, log_to, progress, write_history
+
+TOOL = "cdc-pretrain"
+MEASURED = 10_000  # images whose pixels give mean and std
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a run has made: its folder, its settings, a record an epoch, and the network in words."""
+
+    folder: Path
+    config: PretrainConfig
+    history: list[dict[str, float]]
+    network: str
+
+    @property
+    def collapsed(self) -> bool:
+        return self.history[-1]["spread"] < COLLAPSED
+
+
+def pretrain(
+    recipe: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Pretrained:
+    """Train a backbone on images without labels and write it in the package's own format.
+
+    Args:
+        recipe: name of a shipped recipe or path of a YAML file; its size follows from the data if left out.
+        flags: fields of `PretrainConfig`, such as ``{"data": "photos/", "epochs": 30}``.
+        overrides: the same as ``key=value`` words.
+    """
+    words = list(overrides)
+    config = load_pretrain_config(recipe, flags, words)
+    if config.data is None and not (resume and config.out):
+        raise UserError("missing --data; cdc-pretrain --help shows how a run is started")
+    require_lightly()
+    device = choose_device(config.device)
+    folder = prepare_folder(config.out, f"pretrain-{Path(config.data or 'run').stem}", resume, overwrite)
+    try:
+        state = read_state(folder) if resume else None
+        if state is None and config.data is None:
+            raise UserError(f"{folder} has no finished epoch to go on from; give --data to start it")
+        with log_to(folder / LOG):
+            if state is None:
+                config = load_pretrain_config(recipe, flags, words, _beneath(config))
+                config, images = start(config, folder)
+            else:
+                config, images = restart(config, folder, state)
+            return train(config, images, folder, device, state)
+    finally:
+        leave_nothing_behind(folder)
+
+
+def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSet]:
+    """The images, and the settings with everything filled in."""
+    size = config.input_size
+    if size is None:
+        native = native_size(config.data)
+        size = min(native if native is not None and native <= SMALL_SIDE else 224, config.largest_size)
+    images = _open(config, size, folder)
+    asked, config = config, resolve(config, len(images), size)
+    if asked.queue not in (None, config.queue):
+        log.info("a queue of %d keys, not %d: there are %d images", config.queue, asked.queue, len(images))
+    mean, std = statistics(images)
+    config = dataclasses.replace(config, mean=config.mean or mean, std=config.std or std)
+    view_settings(config)  # refuses a wrong augmentation before any work is done
+    clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
+    write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
+    return config, images
+
+
+def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple[PretrainConfig, ImageSet]:
+    """The same run as after its last finished epoch."""
+    if state.get("tool") != TOOL:
+        raise UserError(f"{folder} is no run of {TOOL}; go on with it by cdc-refine --resume --out {folder}")
+    stored = load_pretrain_config(folder / CONFIG)
+    assert stored.input_size is not None
+    images = _open(stored, stored.input_size, folder)
+    if images.digest != state["digest"]:
+        raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
+    default = PretrainConfig()
+    names = [item.name for item in dataclasses.fields(given) if item.name not in ("out", "device")]
+    asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    # Sizes beyond the data were cut when the run began; the same command must be taken again.
+    size = asked.get("input_size") or stored.input_size
+    wanted = resolve(dataclasses.replace(stored, **asked), len(images), size)
+    for name in asked:
+        if getattr(wanted, name) != getattr(stored, name):
+            raise UserError(
+                f"{folder} was begun with {name}={getattr(stored, name)}, now {name}={asked[name]} is asked for; "
+                "resume without it, or start another run with its own --out"
+            )
+    log.info("going on after epoch %d", state["trainer"]["epoch"])
+    return dataclasses.replace(stored, out=given.out, device=given.device), images
+
+
+def train(
+    config: PretrainConfig, images: ImageSet, folder: Path, device: torch.device, state: dict[str, Any] | None
+) -> Pretrained:
+    """All epochs that are still to do, then the weights."""
+    assert config.input_size is not None
+    assert config.mean is not None
+    assert config.std is not None
+    assert config.epochs is not None
+    with loop.drawing_from(generator(config.seed, loop.WEIGHTS), device):
+        backbone = fresh_backbone(config.arch, config.input_size, config.mean, config.std)
+        sizes = Sizes(config.hidden, config.projection, config.queue or 0, config.temperature)
+        task = METHODS[config.method](backbone, sizes)
+    trainer = loop.Pretrainer(task, config, device, steps_an_epoch(config, len(images)))
+    history: list[dict[str, float]] = []
+    if state is not None:
+        trainer.restore(state["trainer"])
+        history = state["history"]
+    network = describe(backbone.spec)
+    log.info("%s on %d images of %d px: %s", TITLES[config.method], len(images), config.input_size, network)
+    bar = PretextProgress(trainer.epoch, config, steps_an_epoch(config, len(images)))
+
+    def after_epoch(stats: dict[str, float]) -> None:
+        history.append(bar.after_epoch(stats))
+        if trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs:
+            kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
+            write_state(folder, kept)
+            write_history(folder / HISTORY, history)
+
+    try:
+        trainer.fit(batches_of(images, config, device), bar.after_batch, after_epoch)
+    finally:
+        bar.close()
+    _write_model(config, images, task.backbone.module.state_dict(), backbone.spec or {}, backbone.feature_dim, folder)
+    return Pretrained(folder, config, history, network)
+
+
+def batches_of(
+    images: ImageSet, config: PretrainConfig, device: torch.device
+) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
+    """Two views of every batch of an epoch; they depend on (seed, epoch, batch) only."""
+    settings = view_settings(config)
+    sizes = batch_sizes(len(images), config.batch_size)
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(images), generator=generator(config.seed, loop.ORDER, epoch))
+        for number, chosen in enumerate(order.split(sizes)):
+            randomness = generator(config.seed, loop.VIEWS, epoch, number)
+            pixels = images.batch(chosen)
+            if device.type == "cuda":
+                pixels = pixels.pin_memory()
+            pixels = pixels.to(device, non_blocking=True)
+            yield pretext_view(pixels, settings, randomness), pretext_view(pixels, settings, randomness)
+
+    return batches
+
+
+def view_settings(config: PretrainConfig) -> PretextSettings:
+    """The augmentation of resolved settings."""
+    assert config.input_size is not None
+    assert config.flip is not None
+    assert config.blur is not None
+    return PretextSettings(
+        config.input_size,
+        tuple(config.mean or ()),  # type: ignore[arg-type]
+        tuple(config.std or ()),  # type: ignore[arg-type]
+        flip=config.flip,
+        crop_scale=config.crop_scale,
+        jitter=tuple(config.jitter),  # type: ignore[arg-type]
+        jitter_share=config.jitter_share,
+        grayscale=config.grayscale,
+        blur=config.blur,
+    )
+
+
+def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of every channel, in shares of white; of 10,000 images where there are more."""
+    chosen = torch.linspace(0, len(images) - 1, min(len(images), MEASURED)).long()
+    totals = torch.zeros(2, 3, dtype=torch.float64)
+    for part in chosen.split(256):
+        shares = images.batch(part).double() / 255
+        totals += torch.stack([shares.mean(dim=(2, 3)).sum(dim=0), shares.square().mean(dim=(2, 3)).sum(dim=0)])
+    mean, square = totals / len(chosen)
+    std = (square - mean.square()).clamp(min=0).sqrt()
+    if float(std.min()) < 1e-3:
+        raise UserError(f"all pixels of {images.source} are alike (standard deviation {float(std.min()):.4f})")
+    return [round(value, 4) for value in mean.tolist()], [round(value, 4) for value in std.tolist()]
+
+
+def _beneath(config: PretrainConfig) -> str:
+    """The shipped recipe for the method and the number of images."""
+    images = len(describe_source(config.data, 32, config.data_root))
+    name = default_recipe(config.method, images)
+    log.info("%d images: settings of recipe %s", images, name)
+    return name
+
+
+def _open(config: PretrainConfig, size: int, folder: Path) -> ImageSet:
+    cache = folder / CACHE
+    images = open_images(config.data, size, labels=False, root=config.data_root, cache=cache, progress=progress)
+    for name, reason in images.skipped:
+        log.warning("skipped %s: %s", name, reason)
+    return images
+
+
+def _write_model(
+    config: PretrainConfig,
+    images: ImageSet,
+    weights: Mapping[str, Tensor],
+    spec: Mapping[str, Any],
+    feature_dim: int,
+    folder: Path,
+) -> None:
+    """The native format with a backbone and no heads; the description comes last, since it says that all is there."""
+    from lightly import __version__ as lightly_version
+
+    record = {"spec": spec, "feature_dim": feature_dim, "mean": config.mean, "std": config.std}
+    description = {
+        "format": "cdc_plugin",
+        "version": VERSION,
+        "backbone": {**record, "input_size": config.input_size},
+        "provenance": {
+            "tool": TOOL,
+            "method": f"{TITLES[config.method]} (lightly {lightly_version})",
+            "data": images.source,
+            "data_digest": images.digest,
+            "epochs": config.epochs,
+            "seed": config.seed,
+        },
+    }
+    tensors = {f"backbone.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
+    text = json.dumps(description, indent=2) + "\n"
+    write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
