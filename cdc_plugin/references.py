@@ -7,8 +7,6 @@ comparison imports this module.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -72,10 +70,11 @@ def train_supervised(task: Task, labels: Tensor, rows: Tensor) -> nn.Module:
     targets = _classes(labels, rows)[1].to(task.device)
 
     def step(chosen: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
-        features = features_of(task, task.strong(rows[chosen], randomness))
-        return {"loss": F.cross_entropy(head(features), targets[chosen.to(task.device)])}
+        places = chosen % len(rows)
+        features = features_of(task, task.strong(rows[places], randomness))
+        return {"loss": F.cross_entropy(head(features), targets[places.to(task.device)])}
 
-    train_epochs(dataclasses.replace(task, images=len(rows)), head, step)
+    train_epochs(task, head, step)
     return head
 
 

@@ -77,6 +77,7 @@ def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str 
 
     A cell that fails does not end the grid; those that go on with it fail with it.
     """
+    _memory.clear()
     waiting = [cell for cell in grid.cells() if not _finished(grid, cell)]
     for asked in grid.sets:
         if any(cell.set == asked.name for cell in waiting):

@@ -36,5 +36,5 @@ def cluster_contrast(first: Tensor, second: Tensor, temperature: float) -> Tenso
     Args:
         first, second: (b, C) logits of the same images in two views.
     """
-    columns = [F.softmax(logits, dim=1).T for logits in (first, second)]
-    return pair_contrast(*columns, temperature) + negative_entropy(first) + negative_entropy(second)
+    contrast = pair_contrast(F.softmax(first, dim=1).T, F.softmax(second, dim=1).T, temperature)
+    return contrast + negative_entropy(first) + negative_entropy(second)

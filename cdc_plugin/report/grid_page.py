@@ -115,6 +115,7 @@ def render_grid(
         "several_seeds": any(row.seeds > 1 for row in rows),
         "fewer_seeds": len({row.seeds for row in rows}) > 1,
         "uses_labels": any(row.uses_labels for row in rows),
+        "ours": any(row.group == OURS for row in rows) and any(row.group != OURS for row in rows),
         "incomplete": any(partial_words(row, column) for row in rows for column in row.values),
         "measured_with_labels": any(row.values.get("ACC") is not None for row in rows),
         "settings": shorten(settings or "", MOST_SETTINGS),

@@ -191,12 +191,14 @@ def test_gradients_keep_their_direction_where_confidence_is_all_but_1():
         torch.testing.assert_close(similarity, torch.tensor([1.0, 1.0, 1.25 / math.sqrt(3.25)]))
 
 
-def test_gradients_that_cancel_have_no_direction_to_follow():
-    probs = torch.tensor([[0.8, 0.2]] * 3)
-    hidden = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0]])
-    selection = trusting(probs, [0, 1])
-    assert not gradient_synchronisation(selection, Seen(probs, torch.arange(3), hidden, hidden)).mask[2]
-    assert not prototype_proximity(selection, Seen(probs, torch.arange(3), hidden, hidden)).mask[2]
+def test_vectors_that_cancel_have_no_direction_to_follow():
+    probs = torch.tensor([[0.8, 0.2]] * 4)
+    selection = trusting(probs, [0, 1, 2])
+    for turn in range(0, 120, 7):  # three that cancel but for rounding, and a fourth that is like one of them
+        vectors = torch.tensor([direction(turn + angle) for angle in (0, 120, 240, 0)])
+        assert gradient_similarity(selection, probs, vectors).abs().max() < 0.01
+    opposed = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    assert not prototype_proximity(selection, Seen(probs, torch.arange(4), opposed, opposed)).mask[3]
 
 
 def test_selectors_are_made_by_name():

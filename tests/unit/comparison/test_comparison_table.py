@@ -1,0 +1,117 @@
+"""Records to rows: order, means and deviations worked out by hand, and what is undefined or missing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cdc_plugin.comparison.table import Value, collect, summarise
+
+
+def record(method: str, seed: int = 0, set_: str = "digits", **more: Any) -> dict[str, Any]:
+    figures = {"ACC": 0.9, "NMI": 0.8, "ARI": 0.7, "ECE": 0.1, "AUROC": 0.9, "AURC": 0.02, "FPR95": 0.3, "CONF": 0.95}
+    return {
+        "version": 1,
+        "set": set_,
+        "method": method,
+        "group": "opponents",
+        "uses_labels": False,
+        "seed": seed,
+        "settings": {},
+        "images": 10,
+        "clusters": 2,
+        "labels": True,
+        "rows": [{"label": method.upper(), "figures": figures}],
+        "selected": None,
+        "seconds": 41.0,
+        "outside": [],
+        **more,
+    }
+
+
+def with_accuracy(method: str, seed: int, accuracy: float | None) -> dict[str, Any]:
+    return record(method, seed, rows=[{"label": "row", "figures": {"ACC": accuracy, "CONF": 0.5}}])
+
+
+def test_mean_and_deviation_are_those_worked_out_by_hand():
+    (row,) = collect([with_accuracy("a", seed, accuracy) for seed, accuracy in enumerate((0.90, 0.92, 0.97))], ["a"])
+    # Mean .93; squared distances .0009, .0001 and .0016, their sum .0026 over 2.
+    assert row.values["ACC"] == Value(pytest.approx(0.93), pytest.approx(math.sqrt(0.0013)), 3)
+    assert row.seeds == 3
+
+
+def test_the_deviation_is_that_of_numpy_and_does_not_depend_on_the_order():
+    numbers = np.random.default_rng(0).random(7).tolist()
+    found, turned = summarise(numbers), summarise(numbers[::-1])
+    assert found is not None
+    assert found.deviation == pytest.approx(np.std(numbers, ddof=1))
+    assert found == turned
+
+
+def test_one_seed_has_no_deviation():
+    assert summarise([0.5]) == Value(0.5, None, 1)
+
+
+def test_a_figure_counts_the_seeds_in_which_it_is_defined():
+    cells = [with_accuracy("a", seed, accuracy) for seed, accuracy in enumerate((0.9, None, 0.8, float("nan")))]
+    (row,) = collect(cells, ["a"])
+    assert row.seeds == 4
+    assert row.values["ACC"] == Value(pytest.approx(0.85), pytest.approx(0.1 / math.sqrt(2)), 2)
+    assert row.values["ECE"] is None
+
+
+def test_methods_come_in_the_order_asked_for_sets_and_heads_in_that_of_the_records():
+    two = [{"label": "CDC-Clu", "figures": {}}, {"label": "CDC-Cal", "figures": {}}]
+    records = [
+        record("unasked"),
+        record("cdc", rows=two),
+        record("kmeans"),
+        record("kmeans", set_="animals"),
+        record("cdc", 1, rows=two),
+    ]
+    rows = collect(records, ["kmeans", "failed", "cdc"])
+    assert [(row.set, row.label, row.seeds) for row in rows] == [
+        ("digits", "KMEANS", 1),
+        ("digits", "CDC-Clu", 2),
+        ("digits", "CDC-Cal", 2),
+        ("digits", "UNASKED", 1),
+        ("animals", "KMEANS", 1),
+    ]
+
+
+def test_a_labelled_row_has_these_columns_and_its_figures_for_the_diagrams():
+    (row,) = collect([record("a", selected=0.25)], ["a"])
+    figures = ["ACC", "NMI", "ARI", "ECE", "AUROC", "AURC", "FPR95", "CONF"]
+    assert list(row.values) == [*figures, "selected", "seconds"]
+    assert row.values["selected"] == Value(0.25, None, 1)
+    assert row.figures[0]["ACC"] == 0.9
+
+
+def test_without_labels_confidence_and_sizes_remain():
+    rows = [{"label": "row", "figures": {"CONF": 0.8, "cluster_sizes": [6, 0, 2, 0]}}]
+    (row,) = collect([record("a", labels=False, rows=rows)], ["a"])
+    assert list(row.values) == ["CONF", "largest cluster", "empty clusters", "selected", "seconds"]
+    assert row.values["largest cluster"] == Value(0.75, None, 1)
+    assert row.values["empty clusters"] == Value(2.0, None, 1)
+
+
+def test_outside_data_add_columns_under_short_names():
+    scores = {"A": {"AUROC": 0.75, "FPR95": 0.5, "AUPR": 0.6}}
+    outside = [{"data": data, "images": 5, "scores": scores} for data in ("sets/textures.npz", "holiday.photos")]
+    (row,) = collect([record("a", outside=outside)], ["a"])
+    assert list(row.values)[-4:] == ["AUROC textures", "FPR95 textures", "AUROC holiday.photos", "FPR95 holiday.photos"]
+    assert row.values["AUROC textures"] == Value(0.75, None, 1)
+
+
+def test_outside_data_of_the_same_name_are_told_apart():
+    outside = [{"data": data, "images": 5, "scores": {"A": {"AUROC": 0.7}}} for data in ("one/x.npz", "two/x.npz")]
+    (row,) = collect([record("a", outside=outside)], ["a"])
+    assert {"AUROC one/x.npz", "AUROC two/x.npz"} < set(row.values)
+    assert row.values["FPR95 one/x.npz"] is None
+
+
+def test_no_record_gives_no_row():
+    assert collect([], ["cdc"]) == []
