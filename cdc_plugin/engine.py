@@ -7,9 +7,8 @@ backbone and clustering head on the strong views, one step of the calibration he
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from cdc_plugin.core.moderate import make_selector
 from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.errors import UserError
-from cdc_plugin.runtime import autocast, generator
+from cdc_plugin.runtime import autocast, generator, own_randomness
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Refiner:
         labels, mask = judged.selection.labels, judged.selection.mask
 
         clustering_losses, calibration_losses = [], []
-        with self._own_randomness(randomness):
+        with own_randomness(randomness, self.device):  # dropout and stochastic depth
             for part in torch.arange(len(labels)).tensor_split(parts):
                 rows = slice(int(part[0]), int(part[-1]) + 1)
                 self._set_rates()
@@ -178,14 +177,6 @@ class Refiner:
         count = self.config.mini_clusters or mini_cluster_count(confidence, len(probs), probs.shape[1], largest)
         assignment = mini_clusters_of(features, count, randomness)
         return mini_cluster_targets(probs, assignment, count), count
-
-    @contextlib.contextmanager
-    def _own_randomness(self, randomness: torch.Generator) -> Iterator[None]:
-        """Dropout and stochastic depth draw from torch's global generator: give them a stream of this batch."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)))
-            yield
 
     def _features(self, images: Tensor) -> Tensor:
         parts = -(-images.numel() // _JUDGED_AT_ONCE)

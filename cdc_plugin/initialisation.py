@@ -15,6 +15,7 @@ from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, prototype_head, standardize_rows
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import ClusterHead, CosineHead, LayeredHead
+from cdc_plugin.runtime import own_randomness
 
 INITS = ("prototypes", "keep", "random")
 
@@ -95,8 +96,7 @@ def heads_kept(heads: tuple[nn.Module, ...], features: Tensor, hidden: int, gene
 def heads_at_random(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
     """Both heads alike, with torch's random weights: what prototypes are compared with (Tab. 3, I)."""
     partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+    with own_randomness(generator, torch.device("cpu")):
         head = ClusterHead(features.shape[1], hidden, clusters)
     head = head.to(features.device).eval()
     return InitialHeads(head, copy.deepcopy(head), partition)

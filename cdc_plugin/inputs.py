@@ -173,6 +173,6 @@ def check_request(config: RefineConfig, resume: bool) -> None:
     if missing:
         raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
     check_selection(config.selection)
-    check_calibration(config.calibration)
+    check_calibration(config.calibration, config.calibration_strength)
     choose_device(config.device)
     make_trackers(config.track)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,13 @@ def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
     try:
         yield folder
     finally:
+        # One that could not start, on a mistyped path say, has made nothing worth keeping.
+        inner = [(Path(path), files) for path, _, files in os.walk(folder, topdown=False) if Path(path) != folder]
+        if not any(files for _, files in inner):
+            for file in (COMPARISON, LOG):
+                (folder / file).unlink(missing_ok=True)
+            for path, _ in inner:
+                path.rmdir()
         leave_nothing_behind(folder)
 
 

@@ -51,6 +51,15 @@ def generator(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(state >> 1)
 
 
+@contextlib.contextmanager
+def own_randomness(randomness: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Random weights, dropout and the like draw from torch's global generator: in here from a stream of their own."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)))
+        yield
+
+
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, flush it to disk, and rename it into place."""
     with _clear_disk_errors(path):

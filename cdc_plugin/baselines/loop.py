@@ -14,9 +14,8 @@ How a baseline uses it::
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from cdc_plugin.baselines.task import Task, order_of
 from cdc_plugin.config import RefineConfig, steps_an_epoch, sub_batches
 from cdc_plugin.errors import UserError
-from cdc_plugin.runtime import autocast
+from cdc_plugin.runtime import autocast, own_randomness
 
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 
@@ -76,15 +75,6 @@ def features_of(task: Task, images: Tensor) -> Tensor:
     with autocast(task.device, task.config.precision):
         features: Tensor = task.backbone(images)
     return features.float()
-
-
-@contextlib.contextmanager
-def own_randomness(randomness: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Random weights and dropout draw from torch's global generator: give them a stream of their own in here."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)))
-        yield
 
 
 class Descent:

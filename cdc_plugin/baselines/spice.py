@@ -7,6 +7,8 @@ stand.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ def train_spice(task: Task) -> nn.Module:
     assert config.epochs is not None
     assert config.batch_size is not None
     assert config.sub_batch_size is not None
-    layers = [["linear", dim, dim], ["relu"], ["linear", dim, config.clusters]]
+    layers: list[list[Any]] = [["linear", dim, dim], ["relu"], ["linear", dim, config.clusters]]
     with own_randomness(generator(config.seed, WEIGHTS), task.device):
         heads = nn.ModuleList([LayeredHead(layers) for _ in range(HEADS)]).to(task.device)
     task.backbone.eval()

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cdc_plugin.core.neighbours import nearest_neighbours
+
 
 def agreement(first: Tensor, second: Tensor, clusters: int) -> float:
     """Share of images in corresponding clusters of two assignments (N,), under the matching that is best for it."""
@@ -18,17 +20,10 @@ def agreement(first: Tensor, second: Tensor, clusters: int) -> float:
 
 def neighbour_consistency(features: Tensor, assignment: Tensor, neighbours: int = 10) -> float:
     """Mean share of the nearest neighbours (cosine, features (N, D)) that are in the image's own cluster (N,)."""
-    unit = F.normalize(features, dim=1)
-    count = min(neighbours, len(unit) - 1)
-    if count < 1:
+    if len(features) < 2:
         return 1.0
-    shares = []
-    for rows in torch.arange(len(unit), device=unit.device).split(1024):
-        likeness = unit[rows] @ unit.T
-        likeness[torch.arange(len(rows), device=unit.device), rows] = -2.0  # an image is no neighbour of itself
-        nearest = likeness.topk(count, dim=1).indices
-        shares.append((assignment[nearest] == assignment[rows, None]).float().mean(dim=1))
-    return torch.cat(shares).mean().item()
+    nearest = nearest_neighbours(features, neighbours)
+    return (assignment[nearest] == assignment[:, None]).float().mean(dim=1).mean().item()
 
 
 def separation(features: Tensor, halves: Tensor) -> float:

@@ -124,13 +124,12 @@ def test_a_penalty_makes_the_sure_less_sure_than_plain_cross_entropy(name):
     for which in (name, "none"):
         calibration = calibrations.get(which)
         logits = torch.zeros(4, 4, requires_grad=True)
-        optimizer = torch.optim.Adam([logits], lr=0.1)
-        for _ in range(100):
-            optimizer.zero_grad()
-            calibration.loss(logits, torch.eye(4), calibration.strength).backward()
-            optimizer.step()
+        for _ in range(200):
+            loss = calibration.loss(logits, torch.eye(4), calibration.strength)
+            (gradient,) = torch.autograd.grad(loss, logits)
+            logits = (logits - gradient).detach().requires_grad_()
         confidence[which] = logits.softmax(dim=1).max(dim=1).values.mean().item()
-    assert confidence[name] < confidence["none"] - 1e-4
+    assert confidence[name] < confidence["none"] - 5e-3
 
 
 @pytest.mark.parametrize("name", ALL)
