@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cdc_plugin.checkpoints.formats import load_backbone as load_backbone
     from cdc_plugin.clusterer import Clusterer as Clusterer
     from cdc_plugin.clusterer import load_model as load_model
+    from cdc_plugin.comparison.run import compare_methods as compare_methods
     from cdc_plugin.config import AugmentConfig as AugmentConfig
     from cdc_plugin.config import RefineConfig as RefineConfig
     from cdc_plugin.errors import UserError as UserError
@@ -33,6 +34,7 @@ _HOMES = {
     "Report": "evaluation",
     "UserError": "errors",
     "compare": "assessment",
+    "compare_methods": "comparison.run",
     "evaluate": "assessment",
     "export_model": "exports",
     "load_backbone": "checkpoints.formats",

@@ -62,7 +62,7 @@ def refine_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--init",
         metavar="HOW",
-        help="keep (the heads of an old clustering model, the default where there are any) or prototypes",
+        help="keep (the heads of an old clustering model, the default where there are any), prototypes or random",
     )
     how.add_argument("--mini-clusters", type=int, metavar="K", help="fewer penalise confidence more")
     how.add_argument("--epochs", type=int, metavar="N")

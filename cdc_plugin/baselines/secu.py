@@ -4,8 +4,8 @@ SeCu trains from scratch; here it starts from a pretrained backbone, as all othe
 
 * The centres begin as those of k-means on the projected features, not at random, and no epoch is spent on them alone.
 * One head of C centres, where SeCu has ten, of C to 10 C, that shape the features of a network without pretraining.
-* Centres are moved by Adam at the rate of the heads. With SeCu's SGD at a rate of 1.2, made for 150,000 steps, a cluster
-  was lost and 80 % of the digits were right after six epochs, against 94 %.
+* Centres are moved by Adam at the rate of the heads. With SeCu's SGD at a rate of 1.2, made for 150,000 steps, a
+  cluster was lost and 80 % of the digits were right after six epochs, against 94 %.
 * A weak and a strong view; SeCu's two crops with colour jitter lie between. Two strong ones gave 94 % as well, and a
   mean confidence of 32 against 48 % (a run each).
 """

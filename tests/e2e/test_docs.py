@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from cdc_plugin.cli import refine_parser
+from cdc_plugin.cli_compare import compare_parser
 from cdc_plugin.cli_evaluate import evaluate_parser
 from cdc_plugin.cli_export import export_parser
 from cdc_plugin.cli_inspect import inspect_parser
 from cdc_plugin.cli_predict import predict_parser
+from cdc_plugin.cli_pretrain import pretrain_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,6 +43,7 @@ def test_every_command_of_the_readme_is_understood(line):
     program, *words = shlex.split(line, comments=True)
     parsers = {"cdc-refine": refine_parser, "cdc-predict": predict_parser}
     parsers |= {"cdc-inspect": inspect_parser, "cdc-export": export_parser, "cdc-evaluate": evaluate_parser}
+    parsers |= {"cdc-compare": compare_parser, "cdc-pretrain": pretrain_parser}
     parser = parsers[program]()
     parser.parse_intermixed_args(words)
 

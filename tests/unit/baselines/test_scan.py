@@ -82,8 +82,12 @@ def test_of_several_heads_the_one_with_the_lowest_loss_is_returned(monkeypatch):
     assert train_scan(task) is kept[2]
 
 
-def test_small_sub_batches_are_enlarged_for_the_entropy_of_the_mean():
-    task, _ = blob_task(nn.Identity(), epochs=1, sub_batch_size=2)
+@pytest.mark.parametrize(("asked", "largest", "taken"), [(2, 128, 15), (30, 128, 30), (30, 20, 20)])
+def test_steps_are_as_large_as_asked_for_between_five_a_cluster_and_the_number_of_scan(
+    monkeypatch, asked, largest, taken
+):
+    monkeypatch.setattr(scan, "STEP_SIZE", largest)
+    task, _ = blob_task(nn.Identity(), epochs=1, sub_batch_size=asked)
     sizes: list[int] = []
 
     def weak(rows: Tensor, randomness: torch.Generator) -> Tensor:
@@ -91,7 +95,7 @@ def test_small_sub_batches_are_enlarged_for_the_entropy_of_the_mean():
         return task.weak(rows, randomness)
 
     train_scan(replace(task, weak=weak))
-    assert set(sizes) == {scan.LEAST_A_CLUSTER * CLUSTERS}  # 4 parts of a batch of 60
+    assert set(sizes) == {taken}  # near-equal parts of a batch of 60
 
 
 def test_no_epochs_still_give_a_head():
