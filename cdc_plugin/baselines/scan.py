@@ -15,8 +15,8 @@ from cdc_plugin.core.neighbours import balanced_cross_entropy, consistency_loss,
 from cdc_plugin.heads import LayeredHead
 from cdc_plugin.runtime import generator
 
-# The paper's numbers. Its code trains ten heads on ImageNet and a single one on small sets, which is run ten
-# times; heads cost next to nothing, so there are always ten here.
+# SCAN's numbers. Its code trains ten heads on ImageNet and one on smaller sets; they cost next to nothing, so
+# there are always ten here.
 NEIGHBOURS, ENTROPY_WEIGHT, HEADS, THRESHOLD = 20, 5.0, 10, 0.99
 # The third stage starts from a trained network, and at SCAN's own rate: at those that CDC takes for short runs
 # 97 % accuracy fell to 58 % within 10 epochs, at this one to 96 % (digits, one seed): under a fixed threshold

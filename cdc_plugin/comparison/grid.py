@@ -81,7 +81,9 @@ def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str 
     waiting = [cell for cell in grid.cells() if not _finished(grid, cell)]
     for asked in grid.sets:
         if any(cell.set == asked.name for cell in waiting):
-            _open_for_all(grid, asked, waiting)
+            opened = _open_for_all(grid, asked, waiting)
+            if opened.material.images.labels is None:
+                waiting = _without_references(asked.name, waiting)
     failed: set[Path] = set()
     for cell, reason in _in_turn(grid, waiting, failed) if grid.jobs <= 1 else _side_by_side(grid, waiting, failed):
         if reason is not None:
@@ -99,7 +101,16 @@ def _finished(grid: Grid, cell: Cell) -> bool:
     return cell.model.is_dir() or all(read_record(c) is not None for c in later)
 
 
-def _open_for_all(grid: Grid, asked: SetOfImages, waiting: list[Cell]) -> None:
+def _without_references(name: str, waiting: list[Cell]) -> list[Cell]:
+    """The cells that need no labels, of a set that has none."""
+    left_out = [cell for cell in waiting if cell.set == name and cell.method.uses_labels]
+    if left_out:
+        methods = ", ".join(dict.fromkeys(cell.method.name for cell in left_out))
+        log.warning("%s has no labels, so %s are left out", name, methods)
+    return [cell for cell in waiting if cell not in left_out]
+
+
+def _open_for_all(grid: Grid, asked: SetOfImages, waiting: list[Cell]) -> Opened:
     """Compute what the cells of a set share before any process needs it: features and initial heads."""
     log.info("%s: features and initial heads, common to all methods", asked.name)
     opened = _opened(grid.folder, asked)
@@ -111,6 +122,7 @@ def _open_for_all(grid: Grid, asked: SetOfImages, waiting: list[Cell]) -> None:
         _, augment = opened.start(seed)
         if opened.material.config.freeze_backbone:
             opened.views(opened.frozen_views_config(seed, augment))
+    return opened
 
 
 _memory: dict[tuple[Path, str], Opened] = {}

@@ -120,7 +120,9 @@ def test_all_methods_of_a_seed_begin_with_the_same_heads_and_views(everything):
 
 
 def test_a_frozen_backbone_is_asked_for_its_views_once(tiny_checkpoint, images, tmp_path):
-    compared = compare(tiny_checkpoint, images, "cdc,scan2,scan3,spice,cc,secu", tmp_path / "grid", freeze_backbone=True)
+    compared = compare(
+        tiny_checkpoint, images, "cdc,scan2,scan3,spice,cc,secu", tmp_path / "grid", freeze_backbone=True
+    )
     assert compared.failures == {}
     assert not list((tmp_path / "grid" / "shared").glob("*/views-*"))  # they can be large
 
@@ -135,6 +137,15 @@ def test_references_without_labels_are_refused_at_once(tiny_checkpoint, images, 
     with pytest.raises(UserError, match="linear need labels"):
         compare(tiny_checkpoint, images, "cdc,linear", tmp_path / "grid", labels=False)
     assert not (tmp_path / "grid").exists()
+
+
+def test_references_are_left_out_where_the_images_have_no_labels(tiny_checkpoint, digits, tmp_path, caplog):
+    np.save(tmp_path / "bare.npy", digits[0][:60])
+    with caplog.at_level("WARNING"):
+        compared = compare(tiny_checkpoint, tmp_path / "bare.npy", "linear,kmeans,supervised", tmp_path / "grid")
+    assert compared.failures == {}
+    assert [row.method for row in compared.rows] == ["kmeans"]
+    assert "bare has no labels, so linear, supervised are left out" in caplog.text
 
 
 def test_a_method_that_fails_does_not_cost_the_others(tiny_checkpoint, images, tmp_path):
@@ -163,7 +174,7 @@ def test_other_settings_in_the_same_folder_are_refused_and_named(tiny_checkpoint
 def test_a_folder_that_holds_something_else_is_left_alone(tiny_checkpoint, images, tmp_path):
     (tmp_path / "mine.txt").write_text("precious", encoding="utf-8")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="holds no comparison but mine.txt"):
+        with pytest.raises(UserError, match=r"holds no comparison but mine\.txt"):
             compare(tiny_checkpoint, images, "kmeans", tmp_path, overwrite=overwrite)
     assert (tmp_path / "mine.txt").read_text(encoding="utf-8") == "precious"
 
