@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from cdc_plugin.baselines.loop import features_of, own_randomness, train_epochs
+from cdc_plugin.baselines.loop import features_of, train_epochs
 from cdc_plugin.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.temperature import fit_temperature, scaled
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import LayeredHead
 from cdc_plugin.metrics.checks import probability_table
 from cdc_plugin.metrics.clustering import true_columns
-from cdc_plugin.runtime import generator
+from cdc_plugin.runtime import generator, own_randomness
 
 SPLIT = 19  # purpose of random numbers, beside those of `baselines.task`
 

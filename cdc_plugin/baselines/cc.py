@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.baselines.loop import features_of, own_randomness, train_epochs
+from cdc_plugin.baselines.loop import features_of, train_epochs
 from cdc_plugin.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.contrastive import cluster_contrast, pair_contrast
 from cdc_plugin.heads import LayeredHead
-from cdc_plugin.runtime import generator
+from cdc_plugin.runtime import generator, own_randomness
 
 INSTANCE_DIM = 128
 INSTANCE_TEMPERATURE, CLUSTER_TEMPERATURE = 0.5, 1.0

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.baselines.loop import features_of, own_randomness, train_epochs
+from cdc_plugin.baselines.loop import features_of, train_epochs
 from cdc_plugin.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.losses import negative_entropy
 from cdc_plugin.core.neighbours import balanced_cross_entropy, consistency_loss, nearest_neighbours, scan_loss
 from cdc_plugin.heads import LayeredHead
-from cdc_plugin.runtime import generator
+from cdc_plugin.runtime import generator, own_randomness
 
 # SCAN's numbers. Its code trains ten heads on ImageNet and one on smaller sets; they cost next to nothing, so
 # there are always ten here.

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from cdc_plugin.baselines.loop import features_of, own_randomness, train_epochs
+from cdc_plugin.baselines.loop import features_of, train_epochs
 from cdc_plugin.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import STARTS
@@ -32,7 +32,7 @@ from cdc_plugin.core.secu import (
     updated_duals,
 )
 from cdc_plugin.heads import CosineHead
-from cdc_plugin.runtime import generator
+from cdc_plugin.runtime import generator, own_randomness
 
 PROJECTION_DIM = 128
 TEMPERATURE = 0.05  # of features and of centres

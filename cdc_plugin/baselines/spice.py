@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.baselines.loop import Descent, end_epoch, features_of, own_randomness
+from cdc_plugin.baselines.loop import Descent, end_epoch, features_of
 from cdc_plugin.baselines.task import WEIGHTS, MakeView, Task, order_of
 from cdc_plugin.config import batch_sizes, sub_batches
 from cdc_plugin.core.spice import double_softmax_loss, prototype_labels
 from cdc_plugin.heads import LayeredHead
-from cdc_plugin.runtime import generator
+from cdc_plugin.runtime import generator, own_randomness
 
 # Of SPICE's code: heads, and how often the samples of a batch are trained on before labels are made again.
 HEADS, REPEATS = 10, 8

@@ -50,8 +50,8 @@ def assign_by_entropy(cosines: Tensor, labels: Tensor, sizes: Tensor, weight: fl
     """The best cluster (b,) of every point if it alone moved: cosine plus α times the entropy of all sizes.
 
     Moving a point from a cluster of n to one of m points changes N times the negative entropy by
-    f(n - 1) - f(n) + f(m + 1) - f(m) with f(n) = n log(n / N). The paper's α stands before the entropy itself;
-    a point's share of that is 1 / N, so its weight of 6,000 for 50,000 images is 0.12 here, for any number.
+    f(n - 1) - f(n) + f(m + 1) - f(m) with f(n) = n log n; log N cancels. The paper's α stands before the entropy
+    itself; a point's share of that is 1 / N, so its weight of 6,000 for 50,000 images is 0.12 here, for any number.
 
     Args:
         cosines: (b, C), the mean of both views.
@@ -59,14 +59,10 @@ def assign_by_entropy(cosines: Tensor, labels: Tensor, sizes: Tensor, weight: fl
         sizes: (C,) points of every cluster so far, in the whole set.
         weight: α / N.
     """
-    total = sizes.sum()
     counts = sizes.to(cosines.dtype)
-
-    def term(count: Tensor) -> Tensor:
-        return torch.xlogy(count, count / total)
-
-    leave = (term((counts - 1).clamp(min=0)) - term(counts))[labels].unsqueeze(1)  # (b, 1)
-    change = leave + term(counts + 1) - term(counts)
+    fewer, now, more = (torch.xlogy(count, count) for count in (counts - 1, counts, counts + 1))
+    leave = (fewer - now)[labels].unsqueeze(1)  # (b, 1); clusters of points are not empty
+    change = leave + more - now  # (b, C)
     change = change.scatter(1, labels.unsqueeze(1), 0)  # who stays changes nothing
     return (cosines - weight * change).argmax(dim=1)
 

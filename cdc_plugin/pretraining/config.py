@@ -30,8 +30,10 @@ class PretrainConfig:
     out: str | None = None  # result folder; None: a new one below cdc-runs
 
     arch: str = "resnet34"  # or resnet18, resnet50, small, or the name of a timm model
-    hidden: int = 4096  # width inside projector and predictor
+    hidden: int = 4096  # width inside the projector
     projection: int = 256  # width of the embedding
+    predictor: int | None = None  # width inside it; None: as the projector's, for simsiam a quarter of the embedding
+    output_norm: bool = False  # BatchNorm at the end of byol's heads, which short runs need
     queue: int | None = None  # earlier keys that MoCo-v2 tells the right one from; fewer than there are images
     temperature: float = 0.2  # of MoCo-v2
     ema: float | None = None  # share of its past that the momentum network keeps in a step, at first
@@ -71,7 +73,7 @@ IMAGES_SEEN = 300_000  # images times epochs of a run that is not told how long 
 BLUR_FROM = 64  # pixels; the paper blurs images of 64 px and more, not those of 32
 FEWEST = 32  # images
 LEAST = {"epochs": 1, "warmup_epochs": 0, "save_every": 1, "batch_size": 8, "hidden": 1, "projection": 2, "queue": 1}
-LEAST |= {"input_size": 8, "largest_size": 8}
+LEAST |= {"predictor": 1, "input_size": 8, "largest_size": 8}
 BETWEEN = {"lr": (1e-6, 100), "temperature": (1e-3, 10), "weight_decay": (0, 1), "ema": (0, 1), "ema_end": (0, 1)}
 
 
@@ -157,6 +159,9 @@ def resolve(config: PretrainConfig, images: int, input_size: int) -> PretrainCon
         flip=config.data != "digits" if config.flip is None else config.flip,
         blur=(0.5 if input_size >= BLUR_FROM else 0.0) if config.blur is None else config.blur,
     )
+    if config.method != "mocov2":
+        predictor = max(8, config.projection // 4) if config.method == "simsiam" else config.hidden
+        config = dataclasses.replace(config, predictor=config.predictor or predictor)
     if config.method in EMA:
         first, last = EMA[config.method]
         ema = first if config.ema is None else config.ema

@@ -62,6 +62,10 @@ class Pretrainer:
     ) -> None:
         """Train the epochs that are still to do; ``batches(epoch)`` must depend on the epoch only."""
         assert self.config.epochs is not None
+        if self.steps == 0:
+            self.task.train()
+            with drawing_from(generator(self.config.seed, LAYERS, -1), self.device):
+                self.task.prepare(batches(-1))
         while self.epoch < self.config.epochs:
             randomness = generator(self.config.seed, LAYERS, self.epoch)
             logs = []

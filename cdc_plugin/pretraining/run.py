@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdc_plugin.checkpoints.architectures import describe
+from cdc_plugin.checkpoints.architectures import describe, skeleton
 from cdc_plugin.checkpoints.native import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.config import batch_sizes
 from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
@@ -30,7 +30,7 @@ from cdc_plugin.pretraining.config import (
     to_yaml,
 )
 from cdc_plugin.pretraining.methods import METHODS, Sizes, require_lightly
-from cdc_plugin.pretraining.networks import fresh_backbone
+from cdc_plugin.pretraining.networks import fresh_backbone, spec_of
 from cdc_plugin.pretraining.progress import COLLAPSED, PretextProgress
 from cdc_plugin.pretraining.views import PretextSettings, pretext_view
 from cdc_plugin.results import (
@@ -114,7 +114,9 @@ def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSe
         log.info("a queue of %d keys, not %d: there are %d images", config.queue, asked.queue, len(images))
     mean, std = statistics(images)
     config = dataclasses.replace(config, mean=config.mean or mean, std=config.std or std)
-    view_settings(config)  # refuses a wrong augmentation before any work is done
+    # Both refuse what cannot be made, before any work is done.
+    view_settings(config)
+    skeleton(spec_of(config.arch, size))
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
     write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     return config, images
@@ -155,7 +157,14 @@ def train(
     assert config.epochs is not None
     with loop.drawing_from(generator(config.seed, loop.WEIGHTS), device):
         backbone = fresh_backbone(config.arch, config.input_size, config.mean, config.std)
-        sizes = Sizes(config.hidden, config.projection, config.queue or 0, config.temperature)
+        sizes = Sizes(
+            config.hidden,
+            config.projection,
+            config.predictor or 0,
+            config.queue or 0,
+            config.temperature,
+            config.output_norm,
+        )
         task = METHODS[config.method](backbone, sizes)
     trainer = loop.Pretrainer(task, config, device, steps_an_epoch(config, len(images)))
     history: list[dict[str, float]] = []

@@ -7,11 +7,12 @@ import torch
 from blob_tasks import SIZE, blob_task
 from torch import Tensor, nn
 
-from cdc_plugin.baselines.loop import Descent, features_of, own_randomness, train_epochs
+from cdc_plugin.baselines.loop import Descent, features_of, train_epochs
 from cdc_plugin.baselines.task import Task
 from cdc_plugin.config import RefineConfig, steps_an_epoch
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import LayeredHead
+from cdc_plugin.runtime import own_randomness
 
 CPU = torch.device("cpu")
 
