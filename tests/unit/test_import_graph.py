@@ -14,7 +14,8 @@ LAYERS = [
     {"answers", "audit", "preparation"},
     {"batches", "inputs", "report"},
     {"references"},
-    {"baselines", "engine", "evaluation", "augmentation", "initialisation", "diagnosis", "quality", "hub", "outputs", "subjects"},
+    {"baselines", "engine", "evaluation", "augmentation", "initialisation"}
+    | {"diagnosis", "quality", "hub", "outputs", "subjects"},
     {"clusterer", "hub_card"},
     {"data", "checkpoints", "tracking", "trackers", "results"},
     {"tables"},
