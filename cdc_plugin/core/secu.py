@@ -60,9 +60,7 @@ def assign_by_entropy(cosines: Tensor, labels: Tensor, sizes: Tensor, weight: fl
         weight: α / N.
     """
     counts = sizes.to(cosines.dtype)
-    fewer, now, more = (torch.xlogy(count, count) for count in (counts - 1, counts, counts + 1))
-    leave = (fewer - now)[labels].unsqueeze(1)  # (b, 1); clusters of points are not empty
-    change = leave + more - now  # (b, C)
+    change = _growth(counts) - _growth(counts - 1)[labels].unsqueeze(1)  # (b, C); no cluster of a point is empty
     change = change.scatter(1, labels.unsqueeze(1), 0)  # who stays changes nothing
     return (cosines - weight * change).argmax(dim=1)
 
@@ -82,3 +80,8 @@ def updated_duals(duals: Tensor, labels: Tensor, least_share: float, rate: float
     """
     share = torch.bincount(labels, minlength=len(duals)) / len(labels)
     return (duals + rate * (least_share - share)).clamp(min=0)
+
+
+def _growth(count: Tensor) -> Tensor:
+    """f(n + 1) - f(n) for f(n) = n log n, to the last digit also where n is a million in single precision."""
+    return torch.log(count + 1) + count * torch.log1p(1 / count.clamp(min=1))

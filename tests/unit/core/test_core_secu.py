@@ -111,6 +111,14 @@ def test_entropic_moves_agree_with_trying_every_cluster(weight):
     assert found.tolist() == expected
 
 
+def test_a_million_points_are_counted_to_the_last_one():
+    # The clusters differ by a factor of e: moving to the smaller one is worth 1.
+    sizes = torch.tensor([1_000_000, round(1_000_000 / math.e)])
+    labels = torch.tensor([0, 0])
+    found = assign_by_entropy(torch.tensor([[0.9999, 0.0], [1.0001, 0.0]]), labels, sizes, 1.0)
+    assert found.tolist() == [1, 0]
+
+
 def test_without_weight_and_without_duals_the_nearest_center_is_taken():
     cosines, labels = random_cosines(), torch.zeros(30, dtype=torch.long)
     nearest = cosines.argmax(dim=1)

@@ -43,7 +43,7 @@ def test_the_loss_of_moco_is_the_cross_entropy_against_the_queue():
     for one, right in zip(query, key, strict=True):
         scores = [one.dot(right).item() / 0.2, *(one.dot(wrong).item() / 0.2 for wrong in queue)]
         expected += math.log(sum(math.exp(score) for score in scores)) - scores[0]
-    assert float(loss) == pytest.approx(expected / 8, rel=1e-4)
+    assert loss.item() == pytest.approx(expected / 8, rel=1e-4)
     assert torch.allclose(F.normalize(embedding, dim=1), query, atol=1e-6)
     # The keys have taken the oldest places.
     assert torch.allclose(task.criterion.memory_bank.bank[:8], key, atol=1e-6)
@@ -68,7 +68,7 @@ def test_the_loss_of_a_predictor_is_the_mean_negative_cosine_of_both_directions(
         for foretelling, truth in zip(foretold, wanted, strict=True)
         for a, b in zip(foretelling, truth, strict=True)
     ]
-    assert float(loss) == pytest.approx(-sum(cosines) / len(cosines), abs=1e-5)
+    assert loss.item() == pytest.approx(-sum(cosines) / len(cosines), abs=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
