@@ -24,7 +24,7 @@ from cdc_plugin.core.moderate import make_selector
 from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.errors import UserError
-from cdc_plugin.runtime import autocast, generator, own_randomness
+from cdc_plugin.runtime import autocast, generator, own_randomness, rate_factor
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,7 @@ class Refiner:
         self.scaler.update()
 
     def _rate(self) -> float:
-        if self.config.schedule == "constant":
-            return 1.0
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps / self.total_steps)))
+        return rate_factor(self.config.schedule, self.steps, self.total_steps)
 
     def _set_rates(self) -> None:
         factor = self._rate()

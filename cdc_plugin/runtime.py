@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -49,6 +50,13 @@ def generator(*parts: int) -> torch.Generator:
         state = (state * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 27
     return torch.Generator().manual_seed(state >> 1)
+
+
+def rate_factor(schedule: str, steps: int, total_steps: int) -> float:
+    """What a rate is multiplied with after so many steps: 1, or a cosine that ends at 0."""
+    if schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, steps / total_steps)))
 
 
 @contextlib.contextmanager

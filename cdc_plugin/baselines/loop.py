@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cdc_plugin.baselines.task import Task, order_of
 from cdc_plugin.config import RefineConfig, steps_an_epoch, sub_batches
 from cdc_plugin.errors import UserError
-from cdc_plugin.runtime import autocast, own_randomness
+from cdc_plugin.runtime import autocast, own_randomness, rate_factor
 
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 
@@ -102,7 +102,7 @@ class Descent:
 
     def step(self, loss: Tensor) -> None:
         """One step down; none where the loss has no gradient, though the schedule goes on."""
-        factor = self._rate()
+        factor = rate_factor(self.schedule, self.steps, self.total_steps)
         self.steps += 1
         if not loss.requires_grad:
             return
@@ -112,8 +112,3 @@ class Descent:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-
-    def _rate(self) -> float:
-        if self.schedule == "constant":
-            return 1.0
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps / self.total_steps)))

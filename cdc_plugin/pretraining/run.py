@@ -19,6 +19,7 @@ from cdc_plugin.config import batch_sizes
 from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
 from cdc_plugin.data.resize import SMALL_SIDE
 from cdc_plugin.errors import UserError
+from cdc_plugin.model import Backbone
 from cdc_plugin.pretraining import loop
 from cdc_plugin.pretraining.config import (
     TITLES,
@@ -178,15 +179,16 @@ def train(
     def after_epoch(stats: dict[str, float]) -> None:
         history.append(bar.after_epoch(stats))
         if trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs:
+            # The state comes last: when it says that all epochs are done, everything else is there.
+            _write_model(config, images, backbone, trainer.epoch, folder)
+            write_history(folder / HISTORY, history)
             kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
             write_state(folder, kept)
-            write_history(folder / HISTORY, history)
 
     try:
         trainer.fit(batches_of(images, config, device), bar.after_batch, after_epoch)
     finally:
         bar.close()
-    _write_model(config, images, task.backbone.module.state_dict(), backbone.spec or {}, backbone.feature_dim, folder)
     return Pretrained(folder, config, history, network)
 
 
@@ -258,18 +260,11 @@ def _open(config: PretrainConfig, size: int, folder: Path) -> ImageSet:
     return images
 
 
-def _write_model(
-    config: PretrainConfig,
-    images: ImageSet,
-    weights: Mapping[str, Tensor],
-    spec: Mapping[str, Any],
-    feature_dim: int,
-    folder: Path,
-) -> None:
-    """The native format with a backbone and no heads; the description comes last, since it says that all is there."""
+def _write_model(config: PretrainConfig, images: ImageSet, backbone: Backbone, epoch: int, folder: Path) -> None:
+    """The backbone of the last epoch in the native format, so that a run can be used before it ends."""
     from lightly import __version__ as lightly_version
 
-    record = {"spec": spec, "feature_dim": feature_dim, "mean": config.mean, "std": config.std}
+    record = {"spec": backbone.spec, "feature_dim": backbone.feature_dim, "mean": config.mean, "std": config.std}
     description = {
         "format": "cdc_plugin",
         "version": VERSION,
@@ -279,10 +274,12 @@ def _write_model(
             "method": f"{TITLES[config.method]} (lightly {lightly_version})",
             "data": images.source,
             "data_digest": images.digest,
-            "epochs": config.epochs,
+            "epochs": epoch,
+            "of_epochs": config.epochs,
             "seed": config.seed,
         },
     }
+    weights = backbone.module.state_dict()
     tensors = {f"backbone.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
     text = json.dumps(description, indent=2) + "\n"

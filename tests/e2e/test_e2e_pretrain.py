@@ -37,7 +37,7 @@ def archive(tmp_path_factory, digits) -> Path:
 
 def test_a_run_interrupted_by_the_keyboard_is_resumed_and_its_folder_refined(archive, tmp_path):
     out = tmp_path / "a backbone"
-    words = ["--data", archive, "--method", "byol", "--epochs", 6, "--out", out, *QUICK]
+    words = ["--data", archive, "--method", "byol", "--epochs", 4, "--out", out, *QUICK]
     process = subprocess.Popen(
         [*PRETRAIN, *(str(word) for word in words)], env=environment(), stderr=subprocess.PIPE, text=True
     )
@@ -48,15 +48,14 @@ def test_a_run_interrupted_by_the_keyboard_is_resumed_and_its_folder_refined(arc
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "go on with --resume" in errors.splitlines()[-1]
-    early = run(REFINE, "--backbone", out, "--data", archive, "--clusters", 5)
-    assert early.returncode == 2
+    assert json.loads((out / "model.json").read_text())["provenance"]["epochs"] < 4
 
     done = run(PRETRAIN, "--resume", "--out", out, "--quiet")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert f"next: cdc-refine --backbone '{out}' --data {archive} --clusters C" in done.stdout
     epochs = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert epochs == [1, 2, 3, 4, 5, 6]
+    assert epochs == [1, 2, 3, 4]
 
     refined = tmp_path / "refined"
     words = ["--backbone", out, "--data", archive, "--clusters", 5, "--epochs", 1, "--out", refined]
@@ -64,10 +63,3 @@ def test_a_run_interrupted_by_the_keyboard_is_resumed_and_its_folder_refined(arc
     assert done.returncode == 0, done.stderr
     assert json.loads((refined / "report.json").read_text())["clusters"] == 5
     assert "input_size: 16" in (refined / "config.yaml").read_text()
-
-
-def test_a_mistake_ends_with_one_line_and_no_traceback(tmp_path):
-    done = run(PRETRAIN, "--data", tmp_path / "nowhere", "--out", tmp_path / "out", "--quiet")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()

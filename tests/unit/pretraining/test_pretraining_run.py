@@ -78,23 +78,27 @@ def test_the_result_is_a_backbone_that_states_its_input_and_its_origin(finished)
     provenance = json.loads((finished.folder / "model.json").read_text())["provenance"]
     assert provenance["tool"] == "cdc-pretrain"
     assert provenance["method"].startswith("MoCo-v2 (lightly ")
-    assert (provenance["epochs"], provenance["seed"]) == (2, 3)
+    assert (provenance["epochs"], provenance["of_epochs"], provenance["seed"]) == (2, 2, 3)
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bytes(finished, archive, tmp_path, monkeypatch):
     out = tmp_path / "moco"
     flags = {"data": str(archive), "out": str(out), "epochs": 2, "seed": 3}
-    original = pretraining.write_history
+    original = pretraining.write_state
 
-    def interrupt(path: Path, history: list) -> None:
-        original(path, history)
+    def interrupt(folder: Path, state: dict) -> None:
+        original(folder, state)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretraining, "write_history", interrupt)
+    monkeypatch.setattr(pretraining, "write_state", interrupt)
     with pytest.raises(KeyboardInterrupt):
         pretrain(None, flags, QUICK)
-    assert not (out / "model.json").exists()
-    monkeypatch.setattr(pretraining, "write_history", original)
+    monkeypatch.setattr(pretraining, "write_state", original)
+    # What there is can be used, and says how far it got.
+    assert load_backbone(out).input_size == 16
+    provenance = json.loads((out / "model.json").read_text())["provenance"]
+    assert (provenance["epochs"], provenance["of_epochs"]) == (1, 2)
+    assert weights(out) != weights(finished.folder)
     with pytest.raises(UserError, match="seed=3, now seed=4"):
         pretrain(None, {**flags, "seed": 4}, QUICK, resume=True)
     again = pretrain(None, {"out": str(out)}, resume=True)  # the folder knows its settings
