@@ -92,6 +92,12 @@ def pretrain_recipe_summary(name: str) -> str:
     return first.lstrip("# ")
 
 
+def shipped_recipe(recipe: str | Path | None) -> str | None:
+    """The name of a shipped recipe, which may be written with its folder; None for anything else."""
+    name = str(recipe).removeprefix("pretrain/")
+    return name if name in pretrain_recipe_names() else None
+
+
 def default_recipe(method: str, images: int) -> str:
     return f"{'laptop' if images < LAPTOP_IMAGES else 'paper'}-{method}"
 
@@ -105,13 +111,14 @@ def load_pretrain_config(
     """Defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
     Args:
-        beneath: the shipped recipe that lies under all of these.
+        beneath: the shipped recipe that lies under all of these; one that is asked for by name stands alone.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    shipped = None if recipe is None else _shipped(str(recipe))
-    layers: list[tuple[str, Any]] = [(f"recipe {name}", _read(_path(name))) for name in (beneath, recipe) if name]
+    shipped = shipped_recipe(recipe)
+    recipes = [recipe] if shipped else [beneath, recipe]
+    layers: list[tuple[str, Any]] = [(f"recipe {name}", _read(_path(name))) for name in recipes if name]
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     layers.append(("options", OmegaConf.create(given)))
     words = list(overrides)
@@ -204,14 +211,8 @@ def _check(config: PretrainConfig) -> None:
             raise UserError(f"{name} must lie between {low} and {high}, found {value}")
 
 
-def _shipped(recipe: str) -> str | None:
-    """The name of a shipped recipe, which may be written with its folder."""
-    name = recipe.removeprefix("pretrain/")
-    return name if name in pretrain_recipe_names() else None
-
-
 def _path(recipe: str | Path) -> Path:
-    name = _shipped(str(recipe))
+    name = shipped_recipe(recipe)
     if name is not None:
         return pretrain_recipes() / f"{name}.yaml"
     path = Path(recipe).expanduser()

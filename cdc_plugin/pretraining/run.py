@@ -27,6 +27,7 @@ from cdc_plugin.pretraining.config import (
     default_recipe,
     load_pretrain_config,
     resolve,
+    shipped_recipe,
     steps_an_epoch,
     to_yaml,
 )
@@ -94,7 +95,8 @@ def pretrain(
             raise UserError(f"{folder} has no finished epoch to go on from; give --data to start it")
         with log_to(folder / LOG):
             if state is None:
-                config = load_pretrain_config(recipe, flags, words, _beneath(config))
+                if shipped_recipe(recipe) is None:
+                    config = load_pretrain_config(recipe, flags, words, _beneath(config))
                 config, images = start(config, folder)
             else:
                 config, images = restart(config, folder, state)

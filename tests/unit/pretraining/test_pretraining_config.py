@@ -85,6 +85,12 @@ def test_resolved_settings_are_read_back_as_they_were(tmp_path):
     assert load_pretrain_config(tmp_path / "config.yaml") == config
 
 
+@pytest.mark.parametrize("name", pretrain_recipe_names())
+def test_a_shipped_recipe_that_is_asked_for_stands_alone(name):
+    other = name.replace("paper", "laptop") if name.startswith("paper") else name.replace("laptop", "paper")
+    assert load_pretrain_config(name, beneath=other) == load_pretrain_config(name)
+
+
 def test_a_recipe_may_be_named_with_its_folder():
     assert load_pretrain_config("pretrain/paper-byol") == load_pretrain_config("paper-byol")
 

@@ -107,6 +107,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(finished, archive, tmp_pat
     assert strip == [{key: value for key, value in line.items() if key != "seconds"} for line in finished.history]
 
 
+def test_a_recipe_asked_for_is_not_mixed_with_that_for_the_size_of_the_data(archive, tmp_path):
+    flags = {"data": str(archive), "out": str(tmp_path / "out"), "epochs": 1, "arch": "small"}
+    config = pretrain("paper-byol", flags, QUICK).config
+    assert (config.crop_scale, config.output_norm, config.optimizer, config.largest_size) == (0.08, False, "lars", 224)
+    assert "laptop" not in (tmp_path / "out" / "train.log").read_text()
+
+
 def test_labels_make_no_difference(finished, digits, tmp_path):
     np.savez(tmp_path / "some digits.npz", x=digits[0][:64])
     flags = {"data": str(tmp_path / "some digits.npz"), "out": str(tmp_path / "out"), "epochs": 2, "seed": 3}
