@@ -32,6 +32,14 @@ Any setting can be given as key=value; --dry-run prints all of them as they woul
 """
 
 
+# What is left of a run that the user interrupts.
+KEPT = {
+    "cdc-refine": "; finished epochs are kept, go on with --resume",
+    "cdc-pretrain": "; finished epochs are kept, go on with --resume",
+    "cdc-compare": "; finished cells are kept, go on with the same command and --out",
+}
+
+
 def refine_command(arguments: Sequence[str] | None = None) -> None:
     """Entry point of ``cdc-refine``."""
     _guard(_refine, refine_parser(), arguments)
@@ -216,9 +224,7 @@ def _guard(
     except UserError as error:
         _stop(f"{parser.prog}: error: {error}", 2)
     except KeyboardInterrupt:
-        resumable = parser.prog in ("cdc-refine", "cdc-pretrain")
-        hint = "; finished epochs are kept, go on with --resume" if resumable else ""
-        _stop(f"{parser.prog}: interrupted{hint}", 130)
+        _stop(f"{parser.prog}: interrupted{KEPT.get(parser.prog, '')}", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

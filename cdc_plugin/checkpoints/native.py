@@ -151,7 +151,8 @@ def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     provenance = description.get("provenance") or {}
     file = description_file(checkpoint.path.parent)
     why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file.name}")
-    return Loaded(backbone, Origin("cdc-refine", describe(backbone.spec), provenance.get("epochs"), why), heads)
+    writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
+    return Loaded(backbone, Origin(writer, describe(backbone.spec), provenance.get("epochs"), why), heads)
 
 
 formats.register("native")(CheckpointFormat("native", _matches, _load, rank=10))
