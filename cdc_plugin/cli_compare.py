@@ -72,7 +72,10 @@ def compare_parser() -> argparse.ArgumentParser:
     on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--epochs", type=int, metavar="N", help="of every training (default: 60 %% of what cdc-refine takes)"
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="of every training (default: 60 %% of what cdc-refine takes, at least 10)",
     )
     how.add_argument("--freeze-backbone", action="store_true", help="train heads only, on cached features")
     how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one a core, on a GPU one)")

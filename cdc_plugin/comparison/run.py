@@ -144,7 +144,7 @@ def _run(grid: Grid) -> dict[str, str]:
     failures: dict[str, str] = {}
     cells = grid.cells()
     finished = sum(read_record(cell) is not None for cell in cells)
-    log.info("%d cells, %d of them finished before; %d at a time", len(cells), finished, grid.jobs)
+    log.info("%d cells, %d of them finished before; %d at a time; in %s", len(cells), finished, grid.jobs, grid.folder)
     progress = CellProgress(len(cells), finished)
 
     def after_cell(cell: Cell, record: dict[str, Any] | None, reason: str | None) -> None:

@@ -27,9 +27,10 @@ from cdc_plugin.model import Backbone
 from cdc_plugin.preparation import Material, gather, initialise, with_numbers
 from cdc_plugin.runtime import write_atomically
 
-# A grid is many runs: where the user says nothing, each has this share of the epochs that ``cdc-refine`` would take.
-# The rates grow in proportion. On the digits CDC was as accurate after 17 epochs as after 28 (99.4 and 99.2 %, seed 0).
-SHARE_OF_EPOCHS = 0.6
+# A grid is many runs: where the user says nothing, each has this share of the epochs that ``cdc-refine`` would take,
+# but no fewer than the least it takes. On the digits CDC was as accurate after 17 epochs as after 28 (99.4 and 99.2 %,
+# seed 0); on 5,000 Fashion-MNIST images 6 epochs in place of 10 cost it 0.6 and 4.4 points (two seeds).
+SHARE_OF_EPOCHS, LEAST_EPOCHS = 0.6, 10
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Opened:
         config = with_numbers(asked, images, backbone)
         if asked.epochs is None:
             assert config.epochs is not None
-            config = with_numbers(replace(asked, epochs=ceil(SHARE_OF_EPOCHS * config.epochs)), images, backbone)
+            fewer = max(ceil(SHARE_OF_EPOCHS * config.epochs), min(LEAST_EPOCHS, config.epochs))
+            config = with_numbers(replace(asked, epochs=fewer), images, backbone)
         return config
 
 
