@@ -142,7 +142,7 @@ def test_what_cannot_be_kept_is_refused(scan, archive, tmp_path, tiny_checkpoint
     assert "leave --clusters 7 out" in refuse("refine", "--backbone", scan, *words, "keep", "--clusters", 7, "--quiet")
     line = refuse("refine", "--backbone", tiny_checkpoint, *words, "keep", "--clusters", 3, "--quiet", "arch=null")
     assert "clustering head" in line
-    assert "keep" in refuse("refine", "--backbone", scan, *words, "random", "--quiet")
+    assert "keep" in refuse("refine", "--backbone", scan, *words, "chance", "--quiet")
     assert "2 clustering heads" in refuse("refine", "--backbone", scan, *words, "keep", "--head", 5, "--quiet")
     assert not (tmp_path / "run").exists()
 
