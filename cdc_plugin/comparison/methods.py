@@ -103,6 +103,9 @@ ALIASES = {
     "k-means": "kmeans",
     "scan": "scan2",
 }
+# Methods are compared on these, so none has its own.
+COMMON = {"backbone", "format", "arch", "data", "clusters", "labels", "out", "track", "seed", "device", "augment"}
+COMMON |= {"input_size", "mean", "std", "frozen_views"}
 SYMBOLS = {"batch_size": "B", "mini_clusters": "K", "hidden": "H", "entropy_weight": "w_en"}
 
 
@@ -115,6 +118,9 @@ def find_method(name: str) -> Method:
     for word in words:
         if "=" not in word:
             raise UserError(f"method {name!r}: expected key=value after a colon, found {word!r}; as cdc:hidden=256")
+        key = word.split("=")[0]
+        if key.split(".")[0] in COMMON:
+            raise UserError(f"method {name!r}: {key} is the same for all methods; give {word} outside of --methods")
     check_settings(words)
     said = [word.split("=", 1) for word in words]
     row = ", ".join([method.rows[-1], *(f"{SYMBOLS.get(key, key)} {value}" for key, value in said)])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from cdc_plugin.errors import UserError
 from cdc_plugin.pretraining.config import PretrainConfig
 from cdc_plugin.pretraining.methods import Pretext
-from cdc_plugin.runtime import autocast, generator
+from cdc_plugin.runtime import autocast, generator, own_randomness
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream.
 WEIGHTS, ORDER, VIEWS, LAYERS = 21, 22, 23, 24
@@ -28,14 +27,6 @@ def spread(embedding: Tensor) -> float:
     """
     directions = F.normalize(embedding.float(), dim=1)
     return float(directions.std(dim=0, correction=0).mean() * math.sqrt(embedding.shape[1]))
-
-
-@contextlib.contextmanager
-def drawing_from(randomness: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Fresh weights, dropout and the like draw from torch's global generator: give them a stream of their own."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)))
-        yield
 
 
 class Pretrainer:
@@ -64,13 +55,13 @@ class Pretrainer:
         assert self.config.epochs is not None
         if self.steps == 0:
             self.task.train()
-            with drawing_from(generator(self.config.seed, LAYERS, -1), self.device):
+            with own_randomness(generator(self.config.seed, LAYERS, -1), self.device):
                 self.task.prepare(batches(-1))
         while self.epoch < self.config.epochs:
             randomness = generator(self.config.seed, LAYERS, self.epoch)
             logs = []
             for first, second in batches(self.epoch):
-                with drawing_from(randomness, self.device):
+                with own_randomness(randomness, self.device):
                     logs.append(self.step(first, second))
                 after_batch(logs[-1])
             self.epoch += 1

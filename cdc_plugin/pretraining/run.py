@@ -46,7 +46,7 @@ from cdc_plugin.results import (
     read_state,
     write_state,
 )
-from cdc_plugin.runtime import choose_device, generator, write_atomically
+from cdc_plugin.runtime import choose_device, generator, own_randomness, write_atomically
 from cdc_plugin.tracking import log, log_to, progress, write_history
 
 TOOL = "cdc-pretrain"
@@ -158,7 +158,7 @@ def train(
     assert config.mean is not None
     assert config.std is not None
     assert config.epochs is not None
-    with loop.drawing_from(generator(config.seed, loop.WEIGHTS), device):
+    with own_randomness(generator(config.seed, loop.WEIGHTS), device):
         backbone = fresh_backbone(config.arch, config.input_size, config.mean, config.std)
         sizes = Sizes(
             config.hidden,

@@ -8,10 +8,10 @@ from torch import nn
 from cdc_plugin.errors import UserError
 from cdc_plugin.model import Backbone
 from cdc_plugin.pretraining.config import load_pretrain_config, resolve
-from cdc_plugin.pretraining.loop import Pretrainer, drawing_from, spread
+from cdc_plugin.pretraining.loop import Pretrainer, spread
 from cdc_plugin.pretraining.methods import METHODS, Sizes
 from cdc_plugin.pretraining.progress import PretextProgress
-from cdc_plugin.runtime import generator
+from cdc_plugin.runtime import generator, own_randomness
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def config_of(method: str, *words: str):
 
 
 def trainer_of(config) -> Pretrainer:
-    with drawing_from(generator(config.seed), CPU):
+    with own_randomness(generator(config.seed), CPU):
         # Dropout: what is drawn inside the network must be the same in a resumed run.
         network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(1))
         backbone = Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8)
