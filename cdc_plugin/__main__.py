@@ -1,6 +1,33 @@
-"""``python -m cdc_plugin`` is ``cdc-refine``."""
+"""``python -m cdc_plugin predict ...`` is ``cdc-predict ...``, and so on; without the name of a command ``cdc-refine``.
 
-from cdc_plugin.cli import refine_command
+``torchrun`` starts modules, not commands: ``torchrun --nproc-per-node 4 -m cdc_plugin predict ...``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+COMMANDS = {
+    "refine": "cli",
+    "predict": "cli_predict",
+    "evaluate": "cli_evaluate",
+    "compare": "cli_compare",
+    "inspect": "cli_inspect",
+    "export": "cli_export",
+    "pretrain": "cli_pretrain",
+}
+
+
+def choose(words: Sequence[str]) -> tuple[Callable[[Sequence[str]], None], list[str]]:
+    """The command that the first word names, and the words that are left for it."""
+    named = bool(words) and words[0] in COMMANDS
+    name = words[0] if named else "refine"
+    module = importlib.import_module(f"cdc_plugin.{COMMANDS[name]}")
+    return getattr(module, f"{name}_command"), list(words[named:])
+
 
 if __name__ == "__main__":
-    refine_command()
+    command, rest = choose(sys.argv[1:])
+    command(rest)

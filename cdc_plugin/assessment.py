@@ -30,7 +30,7 @@ from cdc_plugin.report.of_evaluation import (
     findings_of_evaluation,
 )
 from cdc_plugin.report.page import write_comparison, write_page
-from cdc_plugin.results import CACHE, PAGE, PREDICTIONS, REPORT, evaluation_folder
+from cdc_plugin.results import PAGE, PREDICTIONS, REPORT, evaluation_folder
 from cdc_plugin.runtime import choose_device, write_atomically
 from cdc_plugin.subjects import Subject, distinct_names, open_subject
 from cdc_plugin.tables import outlier_columns, prediction_table, write_table
@@ -84,7 +84,7 @@ def evaluate(
         raise UserError(f"{subject.path or 'the model'} states its own network and heads; leave {needless[0]} out")
     task = _task([subject], data, ood, labels, device)
     with evaluation_folder(out, f"{subject.name}-evaluation", overwrite) as folder:
-        return assess(subject, task, folder, folder / CACHE)
+        return assess(subject, task, folder)
 
 
 def compare(
@@ -119,7 +119,7 @@ def compare(
     subjects = [replace(subject, name=name) for subject, name in zip(subjects, chosen, strict=True)]
     task = _task(subjects, data, ood, labels, device)
     with evaluation_folder(out, "comparison", overwrite) as folder:
-        reports = [assess(subject, task, folder / subject.name, folder / CACHE) for subject in subjects]
+        reports = [assess(subject, task, folder / subject.name) for subject in subjects]
         found = [report.metrics for report in reports]
         _write_json(folder / REPORT, {"data": found[0]["data"], "models": found})
         columns = [compared_model(each) for each in found]
@@ -127,10 +127,10 @@ def compare(
         return reports
 
 
-def assess(subject: Subject, task: Task, folder: Path, cache: Path) -> Report:
+def assess(subject: Subject, task: Task, folder: Path) -> Report:
     """Show one model the images, measure its answers, and write the three files."""
     began = time.monotonic()
-    images, outside = _open_inputs(subject, task, cache)
+    images, outside = _open_inputs(subject, task)
     model, device = subject.model, task.device
     model.backbone = settle_assumptions(model.backbone, images)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -210,14 +210,14 @@ def _task(subjects: list[Subject], data: Any, ood: Any, labels: bool, device: st
     return Task(data, sets, root, labels, most, choose_device(device))
 
 
-def _open_inputs(subject: Subject, task: Task, cache: Path) -> tuple[ImageSet, list[ImageSet]]:
+def _open_inputs(subject: Subject, task: Task) -> tuple[ImageSet, list[ImageSet]]:
     """The images and the outside sets; every path is looked at before the first image is read."""
     backbone = subject.model.backbone
     take_small_images(backbone, task.data, task.root)
     side = storage_size(backbone.input_size)
     sources = [describe_source(source, side, task.root) for source in (task.data, *task.ood)]
     images, *outside = (
-        open_images(source, backbone.input_size, labels=task.labels, cache=cache, progress=progress)
+        open_images(source, backbone.input_size, labels=task.labels, progress=progress)
         for source in sources
     )
     for found in (images, *outside):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cdc_plugin.clusterer import view_settings
-from cdc_plugin.config import RefineConfig, batch_sizes
+from cdc_plugin.config import RefineConfig, batch_sizes, sub_batches
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.views import ViewSettings, make_views
+from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.views import Share, ViewSettings, make_views
 from cdc_plugin.engine import Views
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import generator
 from cdc_plugin.tracking import progress
+from cdc_plugin.world import ALONE, World, deal
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream. Training uses 2.
 ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 3, 4, 5, 6, 7
@@ -23,15 +24,18 @@ ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 3, 4, 5, 6, 7
 MakeViews = Callable[[Tensor, torch.Generator], Views]
 
 
-def batches_of(make: MakeViews, images: int, config: RefineConfig) -> Callable[[int], Iterator[Views]]:
-    """The batches of an epoch; order and views depend on (seed, epoch) only, so any epoch can be had again."""
+def batches_of(make: MakeViews, images: int, config: RefineConfig) -> Callable[[int, int], Iterator[Views]]:
+    """The batches of an epoch but the first ones; order and views depend on (seed, epoch, number) only, so that any
+    batch can be had again.
+    """
     assert config.batch_size is not None
     sizes = batch_sizes(images, config.batch_size)
 
-    def batches(epoch: int) -> Iterator[Views]:
+    def batches(epoch: int, done: int) -> Iterator[Views]:
         order = torch.randperm(images, generator=generator(config.seed, ORDER, epoch))
         for number, chosen in enumerate(order.split(sizes)):
-            yield make(chosen, generator(config.seed, VIEWS, epoch, number))
+            if number >= done:
+                yield make(chosen, generator(config.seed, VIEWS, epoch, number))
 
     return batches
 
@@ -49,55 +53,51 @@ def training_views(config: RefineConfig, backbone: Backbone) -> ViewSettings:
     )
 
 
-def fresh_views(config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device) -> MakeViews:
-    """Three views of the chosen images, made anew every time."""
+def fresh_views(
+    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World = ALONE
+) -> MakeViews:
+    """Three views of this process's share of the chosen images, made anew every time."""
     settings = training_views(config, backbone)
+    assert config.sub_batch_size is not None
+    sub_batch_size = config.sub_batch_size
 
     def make(chosen: Tensor, randomness: torch.Generator) -> Views:
-        pixels = images.batch(chosen)
+        count = len(chosen)
+        share = Share(count, deal(count, sub_batches(count, sub_batch_size), world.size).owned[world.rank])
+        pixels = images.batch(chosen[share.rows])
         if device.type == "cuda":
             pixels = pixels.pin_memory()
-        return Views(*make_views(pixels.to(device, non_blocking=True), settings, randomness), chosen)
+        return Views(*make_views(pixels.to(device, non_blocking=True), settings, randomness, share), chosen)
 
     return make
 
 
-@dataclass(frozen=True)
-class ViewFeatures:
-    """Features of a frozen backbone: plain (N, D), weak and strong (views, N, D)."""
-
-    plain: Tensor
-    weak: Tensor
-    strong: Tensor
-
-
 @torch.no_grad()
-def view_features(config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device) -> ViewFeatures:
-    """Features of a fixed number of weak and strong views, computed once by the frozen backbone."""
-    count, make = config.frozen_views, fresh_views(config, backbone, images, device)
+def view_features(
+    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World = ALONE
+) -> Iterator[Tensor]:
+    """Rows (n, 1 + 2 views, D) of consecutive images, from a frozen backbone: plain, weak and strong ones."""
+    make = fresh_views(config, backbone, images, device, world)
+    assert config.sub_batch_size is not None
     backbone.eval()
-    plain: list[Tensor] = []
-    weak: list[list[Tensor]] = [[] for _ in range(count)]
-    strong: list[list[Tensor]] = [[] for _ in range(count)]
     parts = torch.arange(len(images)).split(256)
     for number, part in enumerate(progress(parts, len(parts), "features of views")):
-        for view in range(count):
-            views = make(part, generator(config.seed, VIEWS, -1 - view, number))
-            if view == 0:
-                plain.append(backbone(views.plain))
-            weak[view].append(backbone(views.weak))
-            strong[view].append(backbone(views.strong))
-    of_views = [torch.stack([torch.cat(rows) for rows in of_view]) for of_view in (weak, strong)]
-    return ViewFeatures(torch.cat(plain), *of_views)
+        views = [make(part, generator(config.seed, VIEWS, -1 - view, number)) for view in range(config.frozen_views)]
+        pixels = [views[0].plain, *(view.weak for view in views), *(view.strong for view in views)]
+        owned = deal(len(part), sub_batches(len(part), config.sub_batch_size), world.size).owned
+        yield world.gather(torch.stack([backbone(each) for each in pixels], dim=1).float(), owned).cpu()
 
 
-def cached_views(features: ViewFeatures) -> MakeViews:
-    """Views that are drawn from cached features."""
-    device, count = features.plain.device, len(features.weak)
+def cached_views(rows: Tensor | RowFile, device: torch.device) -> MakeViews:
+    """Views that are drawn from the rows (N, 1 + 2 views, D) of `view_features`."""
+    count = (rows.shape[1] - 1) // 2
 
     def pick(chosen: Tensor, randomness: torch.Generator) -> Views:
-        which = torch.randint(count, (2, len(chosen)), generator=randomness).to(device)
-        rows = chosen.to(device)
-        return Views(features.plain[rows], features.weak[which[0], rows], features.strong[which[1], rows], chosen)
+        which = torch.randint(count, (2, len(chosen)), generator=randomness)
+        found = rows[chosen] if isinstance(rows, Tensor) else torch.from_numpy(rows[chosen.numpy()])
+        each = torch.arange(len(chosen))
+        views = (found[:, 0], found[each, 1 + which[0]], found[each, 1 + count + which[1]])
+        plain, weak, strong = (view.to(device) for view in views)
+        return Views(plain, weak, strong, chosen)
 
     return pick

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdc_plugin import __version__
 from cdc_plugin.errors import UserError
+from cdc_plugin.signals import Terminated, ending_on_termination
 
 if TYPE_CHECKING:
     from cdc_plugin.evaluation import Report
@@ -32,11 +33,12 @@ Any setting can be given as key=value; --dry-run prints all of them as they woul
 """
 
 
-# What is left of a run that the user interrupts.
+# What is left of a run that the user or a cluster interrupts.
 KEPT = {
     "cdc-refine": "; finished epochs are kept, go on with --resume",
     "cdc-pretrain": "; finished epochs are kept, go on with --resume",
     "cdc-compare": "; finished cells are kept, go on with the same command and --out",
+    "cdc-predict": "; the same command goes on after the last finished part",
 }
 
 
@@ -55,7 +57,7 @@ def refine_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to run on")
     what.add_argument("--backbone", metavar="FILE", help="checkpoint, run folder, timm:NAME or hf-hub:NAME")
-    what.add_argument("--data", metavar="PATH_OR_NAME", help="image folder, .npz, .npy, or a data set's name")
+    what.add_argument("--data", metavar="PATH_OR_NAME", help="folder, .npz, .npy, tar shards, hf:NAME:SPLIT or a name")
     what.add_argument("--clusters", type=int, metavar="C", help="number of clusters, at least 2")
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
     what.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
@@ -147,12 +149,14 @@ def _refine(options: argparse.Namespace) -> None:
         print(to_yaml(resolved), end="")
         print("\n".join(f"# {line}" for line in lines))
         return
-    if not options.quiet:
+    speaks = os.environ.get("RANK", "0") == "0"  # one of the processes that torchrun starts
+    if not options.quiet and speaks:
         _log_to_terminal()
     from cdc_plugin.pipeline import run
 
     report = run(config, resume=options.resume, overwrite=options.overwrite)
-    print(outcome(report))
+    if speaks:
+        print(outcome(report))
 
 
 def outcome(report: Report) -> str:
@@ -220,9 +224,12 @@ def _guard(
     # took a third of the time and a quarter of the CPU seconds of the "active" policy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        command(options)
+        with ending_on_termination():
+            command(options)
     except UserError as error:
-        _stop(f"{parser.prog}: error: {error}", 2)
+        _stop("" if error.told else f"{parser.prog}: error: {error}", 2)
+    except Terminated as error:
+        _stop(f"{parser.prog}: {error}{KEPT.get(parser.prog, '')}", error.exit_code)
     except KeyboardInterrupt:
         _stop(f"{parser.prog}: interrupted{KEPT.get(parser.prog, '')}", 130)
     except BrokenPipeError:
@@ -231,5 +238,6 @@ def _guard(
 
 
 def _stop(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
+    if message:
+        print(message, file=sys.stderr)
     sys.exit(code)

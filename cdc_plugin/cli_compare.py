@@ -62,7 +62,7 @@ def compare_parser() -> argparse.ArgumentParser:
     on = parser.add_argument_group("what to run on")
     on.add_argument("--backbone", nargs="+", metavar="FILE", help="checkpoint; several for several sets of images")
     on.add_argument(
-        "--data", nargs="+", metavar="PATH_OR_NAME", help="image folder, .npz, .npy or name; may be several"
+        "--data", nargs="+", metavar="PATH_OR_NAME", help="image folder, .npz, tar shards, name; may be several"
     )
     on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
     on.add_argument("--ood", nargs="+", default=[], metavar="PATH_OR_NAME", help="images of none of the clusters")

@@ -6,21 +6,25 @@ Nothing heavy is imported before the arguments are understood: ``--help`` answer
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cdc_plugin import __version__
 from cdc_plugin.cli import _guard
 from cdc_plugin.errors import UserError
 
 if TYPE_CHECKING:
-    from cdc_plugin.prediction import Prediction
+    from numpy.typing import NDArray
+
+    from cdc_plugin.prediction import Prediction, Predictor
     from cdc_plugin.selective import Acceptance
     from cdc_plugin.subjects import Subject
+    from cdc_plugin.world import World
 
+Made = TypeVar("Made")
 AUDIT_SIDE = 224  # pixels at which a person can tell what an image shows
 EPILOG = """examples:
   cdc-predict --model runs/photos --data new_photos/ --out new.csv
@@ -31,6 +35,8 @@ EPILOG = """examples:
   cdc-predict --answers check/  # what the answers say of the accuracy
 
 Images of any number are read one chunk after the other. Labels are not looked at.
+Of many images, finished parts are kept beside --out: after a fault the same command goes on with the others.
+Several GPUs or machines share the work: torchrun --nproc-per-node 4 -m cdc_plugin predict --model ...
 """
 
 
@@ -48,7 +54,7 @@ def predict_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to sort")
     what.add_argument("--model", metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint")
-    what.add_argument("--data", metavar="PATH_OR_NAME", help="image folder, file, .npz or .npy")
+    what.add_argument("--data", metavar="PATH_OR_NAME", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
     what.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
     what.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
     what.add_argument("--batch-size", type=int, default=256, metavar="B", help="images at once (default 256)")
@@ -86,24 +92,45 @@ def _predict(options: argparse.Namespace) -> None:
     if options.answers is not None:
         _tell_answers(options)
         return
-    _check(options)
-    from cdc_plugin.prediction import predict_images
+    if os.environ.get("RANK", "0") == "0":  # torchrun ends the others, and one says why
+        _check(options)
+    from cdc_plugin.part_files import parts_beside, remove_parts
+    from cdc_plugin.prediction import prepare
+    from cdc_plugin.prediction_parts import predict_in_parts
     from cdc_plugin.runtime import choose_device
     from cdc_plugin.subjects import open_subject
-    from cdc_plugin.tables import with_column
-    from cdc_plugin.tracking import progress
+    from cdc_plugin.tracking import log, progress
+    from cdc_plugin.world import joined
 
-    subject = open_subject(options.model, head=options.head)
-    found = predict_images(subject.model, options.data, choose_device(options.device), options.batch_size, progress)
+    def start() -> tuple[Subject, Predictor]:
+        subject = open_subject(options.model, head=options.head)
+        device = choose_device(options.device)
+        return subject, prepare(subject.model, options.data, device, options.batch_size)
+
+    folder = parts_beside(Path(options.out))
+    with joined() as world:
+        if not world.main:
+            log.setLevel("ERROR")  # what is to be said of model and images is said once
+        subject, predictor = _main_first(world, start)
+        found = predict_in_parts(predictor, folder, world, progress)
+    if found is None:
+        return
     chosen = _select(options, found)
-    if chosen is not None:
-        found = replace(found, table=with_column(found.table, "selected", chosen.mask))
+    more = {} if chosen is None else {"selected": chosen.mask}
     if options.audit is None:
-        _write(options, found)
+        _write(options, found, more, folder)
     else:
-        _write_audit(options, found)
+        _write_audit(options, found, more)
     _tell(found, chosen)
+    remove_parts(folder)
     _warn_of_confidence(subject, chosen is not None)
+
+
+def _main_first(world: World, make: Callable[[], Made]) -> Made:
+    """What ``make`` gives in each process; where it fails in the main one, that is said once."""
+    made: list[Made] = []
+    world.from_main(lambda: made.append(make()))
+    return made[0] if made else make()
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -142,46 +169,54 @@ def _warn_of_confidence(subject: Subject, relied_on: bool) -> None:
         )
 
 
-def _write(options: argparse.Namespace, found: Prediction) -> None:
+def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]], folder: Path) -> None:
     from cdc_plugin import outputs
 
-    table = found.table
-    files = outputs.write(options.to, Path(options.out), table, options.data)
-    sorted_images = f"{len(table):,} image{'s' if len(table) > 1 else ''}"
-    mean = _percent(table["confidence"].mean())
+    out = Path(options.out)
+    # Among the parts, where there are some: what a process that is killed meanwhile leaves goes with them.
+    among_parts = options.to in ("csv", "parquet") and folder.is_dir()
+    files = outputs.write_parts(
+        options.to, folder / out.name if among_parts else out, found.tables(**more), options.data
+    )
+    if among_parts:
+        files = [files[0].replace(out)]
+    count = len(found.confidence)
+    sorted_images = f"{count:,} image{'s' if count > 1 else ''}"
+    mean = _percent(found.confidence.mean())
     print(f"{sorted_images}, mean confidence {mean}: {', '.join(map(str, files))}")
-    advice = outputs.advice(options.to, Path(options.out), options.data)
+    advice = outputs.advice(options.to, out, options.data)
     if advice is not None:
         print(advice)
 
 
-def _write_audit(options: argparse.Namespace, found: Prediction) -> None:
+def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]]) -> None:
     from cdc_plugin.audit.write import write_audit
     from cdc_plugin.data.stream import read_images
+    from cdc_plugin.tables import one_table
 
     folder = Path(options.out)
     files = write_audit(
         folder,
-        found.table,
+        one_table(found.tables(**more)),
         options.audit,
         options.seed,
         lambda rows: read_images(options.data, AUDIT_SIDE, found.places[rows]),
         f"{found.source} by {options.model}",
         options.overwrite,
     )
-    drawn = min(options.audit, len(found.table))
-    print(f"{drawn:,} of {len(found.table):,} images to check by hand: {', '.join(map(str, files))}")
+    count = len(found.confidence)
+    print(f"{min(options.audit, count):,} of {count:,} images to check by hand: {', '.join(map(str, files))}")
     print(f"open {files[-1]} in a browser, answer, save to the same folder, then: cdc-predict --answers {folder}")
 
 
 def _tell(found: Prediction, chosen: Acceptance | None) -> None:
-    table = found.table
     if chosen is not None:
-        print(_selected(chosen, table["confidence"].max()))
-    if "outlier" in (table.dtype.names or ()) and table["outlier"].any():
-        outliers = int(table["outlier"].sum())
+        print(_selected(chosen, found.confidence.max()))
+    outlier = found.column("outlier")
+    if outlier is not None and outlier.any():
+        outliers = int(outlier.sum())
         are = "image is" if outliers == 1 else "images are"
-        among = "" if chosen is None else f", {int((table['outlier'] & chosen.mask).sum()):,} of them selected"
+        among = "" if chosen is None else f", {int((outlier & chosen.mask).sum()):,} of them selected"
         print(
             f"{outliers:,} {are} unlike those the model was refined on (column outlier){among}; "
             "no confidence is to be relied on there"
@@ -203,9 +238,9 @@ def _select(options: argparse.Namespace, found: Prediction) -> Acceptance | None
     from cdc_plugin.selective import accept_above, accept_to_target
 
     if options.min_confidence is not None:
-        return accept_above(found.table["confidence"], options.min_confidence)
+        return accept_above(found.confidence, options.min_confidence)
     if options.target_accuracy is not None:
-        return accept_to_target(found.table["confidence"], options.target_accuracy)
+        return accept_to_target(found.confidence, options.target_accuracy)
     return None
 
 

@@ -44,7 +44,7 @@ def pretrain_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to train")
-    what.add_argument("--data", metavar="PATH_OR_NAME", help="image folder, .npz, .npy, or a data set's name")
+    what.add_argument("--data", metavar="PATH_OR_NAME", help="folder, .npz, .npy, tar shards, hf:NAME:SPLIT or a name")
     what.add_argument("--method", metavar="NAME", help=f"{', '.join(METHODS)} (default: {METHODS[0]})")
     what.add_argument(
         "--arch", metavar="NAME", help="small, resnet18, resnet34, resnet50 or a timm model (default: from the recipe)"

@@ -76,6 +76,10 @@ class RefineConfig:
     seed: int = 0
     device: str = "auto"
     precision: str = "float32"  # or bfloat16 / float16: autocast
+    # BatchNorm over the images of all processes of torchrun; None: where there are several. True takes the same, more
+    # exact arithmetic in one process, so that one and several differ by rounding only.
+    sync_batchnorm: bool | None = None
+    on_collapse: str = "stop"  # or warn: what to do when clusters have died and nothing is learned any more
 
 
 INPUT_FACTS = ("mean", "std", "input_size")
@@ -184,6 +188,7 @@ def check(config: RefineConfig) -> None:
     _one_of("heads", config.heads, HEADS)
     _one_of("schedule", config.schedule, SCHEDULES)
     _one_of("precision", config.precision, PRECISIONS)
+    _one_of("on_collapse", config.on_collapse, ("stop", "warn"))
     scale = config.augment.crop_scale
     if scale is not None and not 0 < scale <= 1:
         raise UserError(f"augment.crop_scale is a share of the area above 0 and up to 1, found {scale}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,19 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from cdc_plugin.batchnorm import synchronised
 from cdc_plugin.config import RefineConfig, sub_batches
 from cdc_plugin.core.calibration import calibrations, hard_targets
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.moderate import make_selector
 from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
-from cdc_plugin.errors import UserError
 from cdc_plugin.runtime import autocast, generator, own_randomness, rate_factor
+from cdc_plugin.world import ALONE, Deal, World, deal
 
 
 @dataclass(frozen=True)
 class Views:
     """One batch: three views of the same B images, or of their features where the backbone is frozen.
+
+    Where several processes train, the views are those of this one's share (see `world.deal`).
 
     Args:
         rows: (B,) numbers of the images in the whole set.
@@ -52,8 +56,15 @@ class Judgement:
     mini_clusters: int
 
 
+class NotFiniteError(Exception):
+    """A loss is infinite or no number: the weights are lost, and with them the epoch."""
+
+
 class Refiner:
     """Backbone, both heads, their optimisers and the number of finished epochs: all that a run changes.
+
+    Each of several processes puts its share of a batch through the backbone. What comes out is gathered: selection,
+    targets, heads and losses see the whole batch in every process, and only the backbone's gradients are summed.
 
     Where the config asks for a single head (Tab. 3, III and IV), the calibration head is a copy of the
     clustering head, renewed after every epoch.
@@ -61,6 +72,7 @@ class Refiner:
     Args:
         images: N, how many there are.
         total_steps: steps of the whole run, for the schedule of the rates.
+        world: the processes that train together.
     """
 
     def __init__(
@@ -72,13 +84,14 @@ class Refiner:
         device: torch.device,
         images: int,
         total_steps: int,
+        world: World = ALONE,
     ) -> None:
         self.backbone = backbone.to(device)
         self.clustering_head = clustering_head.to(device)
         self.calibration_head = calibration_head.to(device)
         assert config.lr_heads is not None
         assert config.lr_backbone is not None
-        self.config, self.device, self.total_steps = config, device, max(1, total_steps)
+        self.config, self.device, self.total_steps, self.world = config, device, max(1, total_steps), world
         groups: list[dict[str, Any]] = [{"params": list(clustering_head.parameters()), "lr": config.lr_heads}]
         if any(True for _ in backbone.parameters()):
             groups.append({"params": list(backbone.parameters()), "lr": config.lr_backbone})
@@ -96,54 +109,64 @@ class Refiner:
         self.judging_head = self.calibration_head if config.heads == "dual" else self.clustering_head
         self.epoch = 0
         self.steps = 0
+        self.slower = 1.0  # factor on all rates, below 1 after a loss that was not finite
+        self.under_way = _UnderWay(config.clusters)
 
     def fit(
         self,
-        batches: Callable[[int], Iterable[Views]],
+        batches: Callable[[int, int], Iterable[Views]],
         after_batch: Callable[[dict[str, float]], None],
         after_epoch: Callable[[dict[str, float]], None],
     ) -> None:
-        """Train the epochs that are still to do; ``batches(epoch)`` must depend on the epoch only."""
+        """Train the epochs that are still to do.
+
+        Args:
+            batches: from an epoch, and how many of its batches are done already, to the others; must depend on
+                nothing else.
+            after_batch: may raise to stop; the batch is then part of `state`.
+        """
         assert self.config.epochs is not None
         while self.epoch < self.config.epochs:
-            randomness = generator(self.config.seed, 2, self.epoch)
-            logs = []
-            for views in batches(self.epoch):
-                logs.append(self.train_batch(views, randomness))
-                after_batch(logs[-1])
+            current = self.under_way
+            if not current.logs:
+                current.randomness = generator(self.config.seed, 2, self.epoch)
+            for views in batches(self.epoch, len(current.logs)):
+                current.logs.append(self.train_batch(views, current.randomness))
+                after_batch(current.logs[-1])
             self.epoch += 1
+            self.under_way = _UnderWay(len(current.sizes))
             if self.judging_head is self.clustering_head:
                 self.calibration_head.load_state_dict(self.clustering_head.state_dict())
-            mean = {key: sum(log[key] for log in logs) / len(logs) for key in logs[0]}
-            after_epoch({"epoch": self.epoch, **mean, "lr_factor": self._rate()})
+            self._agree()
+            after_epoch({"epoch": self.epoch, **current.summary(), "lr_factor": self._rate() * self.slower})
 
     def train_batch(self, views: Views, randomness: torch.Generator) -> dict[str, float]:
         """One pass of the outer loop of Algorithm 1; returns means over the batch for the log."""
-        assert self.config.sub_batch_size is not None
-        parts = sub_batches(len(views.plain), self.config.sub_batch_size)
         judged = self.judge(views, randomness)
-        labels, mask = judged.selection.labels, judged.selection.mask
+        dealt = self._deal(views)
+        self.under_way.sizes += torch.bincount(judged.selection.labels, minlength=len(self.under_way.sizes)).cpu()
 
         clustering_losses, calibration_losses = [], []
-        with own_randomness(randomness, self.device):  # dropout and stochastic depth
-            for part in torch.arange(len(labels)).tensor_split(parts):
-                rows = slice(int(part[0]), int(part[-1]) + 1)
+        first = 0
+        with own_randomness(randomness, self.device, self.world.rank):  # dropout and stochastic depth
+            for rows, shares in zip(dealt.sub_batches, dealt.shares, strict=True):
+                own = slice(first, first + len(shares[self.world.rank]))
+                first = own.stop
                 self._set_rates()
-                clustering, calibration = self._step(views, judged, rows)
+                clustering, calibration = self._step(
+                    _Part(slice(int(rows[0]), int(rows[-1]) + 1), own, shares), views, judged
+                )
                 clustering_losses.append(clustering)
                 calibration_losses.append(calibration)
                 self.steps += 1
         clustering_loss = torch.stack(clustering_losses).mean().item()
         calibrating_loss = torch.stack(calibration_losses).mean().item()
         if not math.isfinite(clustering_loss + calibrating_loss):
-            raise UserError(
-                f"the loss is not finite in epoch {self.epoch + 1}: the rates are too high for this backbone; "
-                f"try lr_backbone={self.config.lr_backbone / 10:g} lr_heads={self.config.lr_heads / 10:g}"  # type: ignore[operator]
-            )
+            raise NotFiniteError
         return {
             "clustering_loss": clustering_loss,
             "calibration_loss": calibrating_loss,
-            "selected": mask.float().mean().item(),
+            "selected": judged.selection.mask.float().mean().item(),
             "confidence": judged.confidence,
             "mini_clusters": judged.mini_clusters,
         }
@@ -157,14 +180,17 @@ class Refiner:
         """
         for module in (self.backbone, self.clustering_head, self.calibration_head):
             _judge_by_batch_statistics(module)
-        features = self._features(views.plain)
+        owned = self._deal(views).owned
+        features = self.world.gather(self._features(views.plain, len(owned[0])), owned)
         probs = F.softmax(self.clustering_head(features), dim=1)
-        weak_features = self._features(views.weak)
+        weak_features = self.world.gather(self._features(views.weak, len(owned[0])), owned)
         hidden = self.judging_head.hidden(weak_features)  # type: ignore[operator]
         weak_probs = F.softmax(self.judging_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
         targets, count = self._targets(probs, features, confidence, randomness)
         selection = self.select(Seen(weak_probs, views.rows.to(self.device), weak_features, hidden))
+        for decided in (targets, selection.labels, selection.mask):
+            self.world.agree(decided)
         return Judgement(selection, targets, features, confidence, count)
 
     def _targets(
@@ -178,45 +204,56 @@ class Refiner:
         assignment = mini_clusters_of(features, count, randomness)
         return mini_cluster_targets(probs, assignment, count), count
 
-    def _features(self, images: Tensor) -> Tensor:
-        parts = -(-images.numel() // _JUDGED_AT_ONCE)
-        with autocast(self.device, self.config.precision):
+    def _deal(self, views: Views) -> Deal:
+        assert self.config.sub_batch_size is not None
+        return deal(len(views.rows), sub_batches(len(views.rows), self.config.sub_batch_size), self.world.size)
+
+    def _features(self, images: Tensor, most: int) -> Tensor:
+        """Features of this process's images, of which no process has more than ``most``."""
+        parts = -(-most * images.shape[1:].numel() // _JUDGED_AT_ONCE)
+        synchronised_statistics = synchronised(self.world, self.config.sync_batchnorm)
+        with autocast(self.device, self.config.precision), synchronised_statistics:
             features = torch.cat([self.backbone(part) for part in images.tensor_split(parts)])
         return features.float()
 
-    def _step(self, views: Views, judged: Judgement, rows: slice) -> tuple[Tensor, Tensor]:
+    def _step(self, part: _Part, views: Views, judged: Judgement) -> tuple[Tensor, Tensor]:
         """One step on a sub-batch; returns both losses.
 
         By default each head has a step of its own. A single head, and a calibration head whose gradient reaches
         the backbone (Tab. 3, V), are trained by the sum of both losses.
         """
-        labels, mask = judged.selection.labels[rows], judged.selection.mask[rows]
-        config = self.config
+        config, targets = self.config, judged.targets[part.rows]
         if config.heads == "clu":
-            loss = self._clustering_loss(views.strong[rows], labels, mask)
+            loss = self._clustering_loss(part, views, judged.selection)
             self._descend(loss, self.clustering_optimizer)
             return loss.detach(), torch.zeros_like(loss)
         if config.heads == "dual" and config.stop_gradient:
-            loss = self._clustering_loss(views.strong[rows], labels, mask)
+            loss = self._clustering_loss(part, views, judged.selection)
             self._descend(loss, self.clustering_optimizer)
-            calibration = self._calibration_loss(judged.features[rows], judged.targets[rows])
+            calibration = self._calibration_loss(judged.features[part.rows], targets)
             self.calibration_optimizer.zero_grad(set_to_none=True)
             calibration.backward()
+            self._forget_noise(self.calibration_head)
             self.calibration_optimizer.step()
             return loss.detach(), calibration.detach()
-        loss = self._clustering_loss(views.strong[rows], labels, mask)
-        features = judged.features[rows] if config.stop_gradient else self._features(views.plain[rows])
-        calibration = self._calibration_loss(features, judged.targets[rows])
+        loss = self._clustering_loss(part, views, judged.selection)
+        features = judged.features[part.rows]
+        if not config.stop_gradient:
+            own = self._features(views.plain[part.own], len(part.shares[0]))
+            features = self.world.gather_with_gradient(own, part.shares)
+        calibration = self._calibration_loss(features, targets)
         moved = [self.clustering_optimizer, *([self.calibration_optimizer] if config.heads == "dual" else [])]
         self._descend(loss + calibration, *moved)
         return loss.detach(), calibration.detach()
 
-    def _clustering_loss(self, strong: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    def _clustering_loss(self, part: _Part, views: Views, selection: Selection) -> Tensor:
         self.backbone.train()
         self.clustering_head.train()
         with autocast(self.device, self.config.precision):
-            logits = self.clustering_head(self.backbone(strong))
-        return pseudo_label_loss(logits.float(), labels, mask)
+            with synchronised(self.world, self.config.sync_batchnorm):
+                own = self.backbone(views.strong[part.own])
+            logits = self.clustering_head(self.world.gather_with_gradient(own, part.shares))
+        return pseudo_label_loss(logits.float(), selection.labels[part.rows], selection.mask[part.rows])
 
     def _calibration_loss(self, features: Tensor, targets: Tensor) -> Tensor:
         self.judging_head.train()
@@ -227,15 +264,40 @@ class Refiner:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()
+        self._sum_gradients()
         for optimizer in optimizers:
             self.scaler.step(optimizer)
         self.scaler.update()
+
+    def _sum_gradients(self) -> None:
+        """The backbone's gradients of all processes; those of the heads are whole in each."""
+        self._forget_noise(self.clustering_head)
+        gradients = [p.grad for p in self.backbone.parameters() if p.grad is not None]
+        if self.world.size == 1 or not gradients:
+            return
+        together = self.world.total(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view(gradient.shape))
+
+    def _forget_noise(self, head: nn.Module) -> None:
+        """A bias in front of BatchNorm has no effect: its gradient is rounding, which Adam would blow up to steps."""
+        layers = list(head.children())
+        for layer, following in pairwise(layers):
+            if isinstance(layer, nn.Linear) and isinstance(following, _BatchNorm) and layer.bias is not None:
+                layer.bias.grad = None
+
+    def _agree(self) -> None:
+        """Begin every epoch with the same weights and statistics in all processes."""
+        if self.world.size > 1:
+            for module in (self.backbone, self.clustering_head, self.calibration_head):
+                for tensor in module.state_dict().values():
+                    self.world.agree(tensor)
 
     def _rate(self) -> float:
         return rate_factor(self.config.schedule, self.steps, self.total_steps)
 
     def _set_rates(self) -> None:
-        factor = self._rate()
+        factor = self._rate() * self.slower
         rates = [self.config.lr_heads, self.config.lr_backbone]
         for optimizer in (self.clustering_optimizer, self.calibration_optimizer):
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
@@ -246,6 +308,8 @@ class Refiner:
         return {
             "epoch": self.epoch,
             "steps": self.steps,
+            "slower": self.slower,
+            "under_way": self.under_way.state(),
             "scaler": self.scaler.state_dict(),
             "selector": dict(self.select.state),
             **{name: getattr(self, name).state_dict() for name in _STATEFUL},
@@ -258,6 +322,38 @@ class Refiner:
         # Runs that an earlier release began remember nothing here.
         self.select.state.update({name: value.to(self.device) for name, value in state.get("selector", {}).items()})
         self.epoch, self.steps = state["epoch"], state["steps"]
+        self.slower = state.get("slower", 1.0)
+        self.under_way = _UnderWay(len(self.under_way.sizes), state.get("under_way"))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A sub-batch: its rows of the batch, which of this process's views are of it, and all processes' shares."""
+
+    rows: slice
+    own: slice
+    shares: list[Tensor]
+
+
+class _UnderWay:
+    """What is known of an epoch before it ends: the logs of its batches, cluster sizes, the random stream."""
+
+    def __init__(self, clusters: int, state: dict[str, Any] | None = None) -> None:
+        state = state or {}
+        self.logs: list[dict[str, float]] = list(state.get("logs", []))
+        self.sizes: Tensor = state.get("sizes", torch.zeros(clusters, dtype=torch.long)).clone()
+        self.randomness = torch.Generator()
+        if "randomness" in state:
+            self.randomness.set_state(state["randomness"])
+
+    def summary(self) -> dict[str, float]:
+        """Means over the batches, and what the clusters look like on the weak views."""
+        mean = {key: sum(log[key] for log in self.logs) / len(self.logs) for key in self.logs[0]}
+        share = self.sizes / self.sizes.sum()
+        return {**mean, "largest_cluster": share.max().item(), "used_clusters": int((self.sizes > 0).sum())}
+
+    def state(self) -> dict[str, Any]:
+        return {"logs": list(self.logs), "sizes": self.sizes.clone(), "randomness": self.randomness.get_state()}
 
 
 # Numbers in one forward pass without gradient: every batch of the paper fits whole (500 images at 224 px are

@@ -2,4 +2,9 @@
 
 
 class UserError(Exception):
-    """What was expected, what was found and what to type next, in words for the person at the keyboard."""
+    """What was expected, what was found and what to type next, in words for the person at the keyboard.
+
+    ``told`` is set where another process of the same run says it.
+    """
+
+    told = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.clusterer import Clusterer, view_settings
-from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.kmeans import kmeans, nearest
+from cdc_plugin.core.kmeans_blocks import lloyd_blocks
 from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.data.source import digest_of
 from cdc_plugin.data.views import plain_view
+from cdc_plugin.features import Features, find_rows, keep_rows
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import autocast
+from cdc_plugin.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -35,33 +40,111 @@ class Report:
     folder: Path | None = field(default=None)
 
 
-@torch.no_grad()
 def extract_features(
     backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
 ) -> Tensor:
     """Features (N, D) of the plain views, on the CPU."""
-    settings = view_settings(backbone)
-    backbone.eval()
-    parts = torch.arange(len(images)).split(256)
-    rows = []
-    for part in progress(parts, len(parts), "features") if progress else parts:
-        views = plain_view(images.batch(part).to(device), settings)
-        with autocast(device, precision):
-            rows.append(backbone(views.contiguous(memory_format=torch.channels_last)).float().cpu())
-    return torch.cat(rows)
+    return torch.cat(list(_features_of(torch.arange(len(images)), backbone, images, device, precision, progress)))
+
+
+def shared_features(
+    backbone: Backbone,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+    world: World = ALONE,
+) -> Features:
+    """As `extract_features`, for sets of any size and any number of processes: each looks at its share.
+
+    They are kept in the cache, under a name made of weights, images and input, and found there again.
+    """
+    share = world.share_of(len(images))
+    key = features_key(backbone, images, device, precision, f"{world.rank}/{world.size}")
+    shape = (len(share), backbone.feature_dim)
+    rows = find_rows(key, shape)
+    if rows is None:
+        rows = keep_rows(key, shape, _features_of(share, backbone, images, device, precision, progress))
+    return Features(rows, len(images), world)
+
+
+def features_key(
+    backbone: Backbone, images: ImageSet, device: torch.device, precision: str, more: str
+) -> str | None:
+    """Name of features in the cache: changes with weights, images, how they are put in and what else matters.
+
+    None for a module of the user's own: the same weights may stand in changed code.
+    """
+    if backbone.spec is None:
+        return None
+    facts = f"{backbone.mean.tolist()} {backbone.std.tolist()} {backbone.input_size} {backbone.spec}"
+    how = f"{device.type} {precision} {len(images)} {more}"
+    state = backbone.module.state_dict()
+    return digest_of([facts, how, images.digest, *state, *(_bytes(tensor) for tensor in state.values())])
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 @torch.no_grad()
-def head_probabilities(head: nn.Module, features: Tensor) -> NDArray[np.float32]:
+def _features_of(
+    chosen: Tensor,
+    backbone: Backbone,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+) -> Iterator[Tensor]:
+    settings = view_settings(backbone)
+    backbone.eval()
+    parts = chosen.split(256)
+    for part in progress(parts, len(parts), "features") if progress else parts:
+        views = plain_view(images.batch(part).to(device), settings)
+        with autocast(device, precision):
+            yield backbone(views.contiguous(memory_format=torch.channels_last)).float().cpu()
+
+
+@torch.no_grad()
+def head_probabilities(head: nn.Module, features: Tensor | Features) -> NDArray[np.float32]:
     """Softmax (N, C) of a head in evaluation mode."""
     head.eval()
     device = next(head.parameters()).device
-    return torch.cat([F.softmax(head(f.to(device)), dim=1).cpu() for f in features.split(8192)]).numpy()
+    features = Features(features, len(features)) if isinstance(features, Tensor) else features
+    return features.map(lambda block: F.softmax(head(block.to(device)), dim=1)).numpy()
 
 
 def kmeans_assignment(features: Tensor, clusters: int, generator: torch.Generator) -> NDArray[np.int64]:
     """The clustering that the stage competes with: the best of ten k-means starts on the same features."""
     return kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment.cpu().numpy()
+
+
+def kmeans_of_all(
+    features: Features, clusters: int, device: torch.device, generator: torch.Generator
+) -> NDArray[np.int64]:
+    """As `kmeans_assignment`, for features of any number: the starts see a sample, the last iterations everything."""
+    rows, chosen = features.sample(clusters, generator)
+    best = kmeans(standardize_rows(rows.to(device)), clusters, generator, starts=STARTS)
+    if len(chosen) == len(features):
+        return best.assignment.cpu().numpy()
+    return nearest_of_all(features, refine_over_all(features)(best.centers)).numpy()
+
+
+def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
+    """From k-means centres of a sample's standardised rows to those of all features, in all processes."""
+
+    def refine(centers: Tensor) -> Tensor:
+        def directions() -> Iterator[Tensor]:
+            return (standardize_rows(block.to(centers.device)) for block in features.blocks())
+
+        return lloyd_blocks(directions, features.world.agree(centers.contiguous()), features.world.total)
+
+    return refine
+
+
+def nearest_of_all(features: Features, centers: Tensor) -> Tensor:
+    """(N,) the nearest of centres among standardised rows."""
+    return features.map(lambda block: nearest(standardize_rows(block.to(centers.device)), centers)[0])
 
 
 def measure(
@@ -93,9 +176,16 @@ def trusted_samples(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def predict(
-    model: Clusterer, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
-) -> tuple[NDArray[np.float32], NDArray[np.float32], Tensor]:
+    model: Clusterer,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+    world: World = ALONE,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
     """Probabilities of the clustering and of the calibration head, and the features."""
-    features = extract_features(model.backbone, images, device, precision, progress)
+    share = world.share_of(len(images))
+    parts = _features_of(share, model.backbone, images, device, precision, progress)
+    features = Features(keep_rows(None, (len(share), model.backbone.feature_dim), parts), len(images), world)
     clustering = head_probabilities(model.clustering_head, features)
     return clustering, head_probabilities(model.calibration_head, features), features

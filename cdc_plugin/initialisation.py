@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,16 +18,21 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.heads import ClusterHead, CosineHead, LayeredHead
 from cdc_plugin.runtime import own_randomness
 
+Refine = Callable[[Tensor], Tensor]
 INITS = ("prototypes", "keep", "random")
 
 
 @dataclass(frozen=True)
 class InitialHeads:
-    """Both heads as a run begins, and the k-means partition (N,) of the features that they compete with."""
+    """Both heads as a run begins, and the k-means partition (N,) of the features that they compete with.
+
+    ``centers`` (C, D) are those of the partition, among standardised rows.
+    """
 
     clustering: nn.Module
     calibration: nn.Module
     partition: Tensor
+    centers: Tensor | None = None
 
 
 def with_clusters(config: RefineConfig, heads: tuple[nn.Module, ...]) -> RefineConfig:
@@ -58,48 +64,60 @@ def initial_heads(
     old: NDArray[np.float32] | None,
     config: RefineConfig,
     generator: torch.Generator,
+    refine: Refine | None = None,
 ) -> InitialHeads:
-    """Both heads on (N, D) features, by one of ``INITS``."""
+    """Both heads on (N, D) features, by one of ``INITS``; ``refine`` as in `core.prototypes.prototype_head`."""
     assert config.clusters is not None
     if init == "keep":
-        return heads_kept(old_heads, features, config.hidden, generator)
+        return heads_kept(old_heads, features, config.hidden, generator, refine)
     if init == "random":
         return heads_at_random(features, config.clusters, config.hidden, generator)
-    return heads_from_prototypes(features, config.clusters, config.hidden, generator, old)
+    return heads_from_prototypes(features, config.clusters, config.hidden, generator, old, refine)
 
 
 def heads_from_prototypes(
-    features: Tensor, clusters: int, hidden: int, generator: torch.Generator, old: NDArray[np.float32] | None
+    features: Tensor,
+    clusters: int,
+    hidden: int,
+    generator: torch.Generator,
+    old: NDArray[np.float32] | None,
+    refine: Refine | None = None,
 ) -> InitialHeads:
     """Both heads alike, from (N, D) features; clusters take the numbers of the old model's that they meet most.
 
     Args:
         old: (N, C') probabilities of the old model, if there is one.
     """
-    weights = prototype_head(features, clusters, hidden, generator)
+    weights = prototype_head(features, clusters, hidden, generator, refine)
     if old is not None:
         assignment = _head_with(weights, features.shape[1])(features).argmax(dim=1)
         order = matching_order(assignment.cpu().numpy(), old.argmax(axis=1), clusters, old.shape[1])
         weights = replace(weights, second=weights.second[torch.from_numpy(order).to(weights.second.device)])
     head = _head_with(weights, features.shape[1])
-    return InitialHeads(head, copy.deepcopy(head), weights.partition)
+    return InitialHeads(head, copy.deepcopy(head), weights.partition, weights.centers)
 
 
-def heads_kept(heads: tuple[nn.Module, ...], features: Tensor, hidden: int, generator: torch.Generator) -> InitialHeads:
+def heads_kept(
+    heads: tuple[nn.Module, ...],
+    features: Tensor,
+    hidden: int,
+    generator: torch.Generator,
+    refine: Refine | None = None,
+) -> InitialHeads:
     """The old model's heads, which give the same logits as before; a linear one is lifted into the MLP."""
     clusters = int(heads[-1].clusters)  # type: ignore[arg-type]
-    weights = prototype_head(features, clusters, max(hidden, 2 * clusters), generator)
+    weights = prototype_head(features, clusters, max(hidden, 2 * clusters), generator, refine)
     first, last = (_kept(head, weights, features) for head in (heads[0], heads[-1]))
-    return InitialHeads(first, last, weights.partition)
+    return InitialHeads(first, last, weights.partition, weights.centers)
 
 
 def heads_at_random(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
     """Both heads alike, with torch's random weights: what prototypes are compared with (Tab. 3, I)."""
-    partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment
+    partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS)
     with own_randomness(generator, torch.device("cpu")):
         head = ClusterHead(features.shape[1], hidden, clusters)
     head = head.to(features.device).eval()
-    return InitialHeads(head, copy.deepcopy(head), partition)
+    return InitialHeads(head, copy.deepcopy(head), partition.assignment, partition.centers)
 
 
 @torch.no_grad()

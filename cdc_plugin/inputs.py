@@ -89,7 +89,7 @@ def _yields(name: str, config: RefineConfig, backbone: Backbone) -> bool:
     return name in config.presumed and name not in backbone.assumed
 
 
-def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data: Any) -> ImageSet:
+def open_data(config: RefineConfig, backbone: Backbone, data: Any) -> ImageSet:
     """The images, squared to the size the backbone takes; unreadable ones are logged."""
     source = config.data if data is None else data
     take_small_images(backbone, source, config.data_root)
@@ -98,7 +98,6 @@ def open_data(config: RefineConfig, backbone: Backbone, cache: Path | None, data
         backbone.input_size,
         labels=config.labels,
         root=config.data_root,
-        cache=cache,
         progress=progress,
     )
     for name, reason in images.skipped:

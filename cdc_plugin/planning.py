@@ -17,7 +17,7 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
     config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
-    images = open_data(config, backbone, None, None)
+    images = open_data(config, backbone, None)
     resolved = resolve(config, len(images), backbone.input_size)
     resolved = dataclasses.replace(resolved, init=init)
     sizes = batch_sizes(len(images), resolved.batch_size or 1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,8 @@ from cdc_plugin.data.stream import ImageStream, open_stream
 from cdc_plugin.data.views import ViewSettings, plain_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.inputs import settle_assumptions
-from cdc_plugin.tables import make_table, outlier_columns, prediction_columns
+from cdc_plugin.part_files import Part
+from cdc_plugin.tables import make_table, name_column_of, one_table, outlier_columns, prediction_columns, with_column
 
 # Images looked at before the first prediction: where facts on the input are open, and where they are only checked.
 LOOK, GLANCE = 2048, 64
@@ -30,18 +35,125 @@ class Prediction:
     """What is kept of all images: a table, one row an image that could be read.
 
     Args:
-        places: (N,) which image of the source each row is, counting unreadable ones.
-        skipped: name and reason of every image that could not be read.
+        parts: in order; each may be read from disk again whenever it is asked for.
+        names: of all images of the source, readable or not.
         source: what the images were opened from.
     """
 
-    table: np.recarray
-    places: NDArray[np.int64]
-    skipped: list[tuple[str, str]]
+    parts: Iterable[Part]
+    names: Sequence[str]
     source: str
 
+    def tables(self, **more: NDArray[Any]) -> Iterator[np.recarray]:
+        """The table in parts, with more columns (N,) at its end."""
+        first = name_column_of(self.names)
+        row = 0
+        for part in self.parts:
+            if len(part.places):
+                table = make_table([self.names[place] for place in part.places], part.columns, first)
+                for name, values in more.items():
+                    table = with_column(table, name, values[row : row + len(table)])
+                yield table
+                row += len(table)
 
-@torch.no_grad()
+    def column(self, name: str) -> NDArray[Any] | None:
+        """(N,) values of one column; None where the model does not give it."""
+        found = [part.columns[name] for part in self.parts if name in part.columns]
+        return np.concatenate(found) if found else None
+
+    @cached_property
+    def table(self) -> np.recarray:
+        return one_table(self.tables())
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """(N,) which image of the source each row is, counting unreadable ones."""
+        return np.concatenate([part.places for part in self.parts])
+
+    @cached_property
+    def confidence(self) -> NDArray[np.float32]:
+        """(N,) of the cluster that each image is in."""
+        found = self.column("confidence")
+        assert found is not None
+        return found
+
+    @cached_property
+    def skipped(self) -> list[tuple[str, str]]:
+        """Name and reason of every image that could not be read."""
+        return [(self.names[place], reason) for part in self.parts for place, reason in part.skipped]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model and the images that it is to sort; made by `prepare`.
+
+    Args:
+        batch_size: images that are read and computed at once.
+    """
+
+    model: Clusterer
+    stream: ImageStream
+    settings: ViewSettings
+    device: torch.device
+    batch_size: int
+
+    def parts(self, pieces: Sequence[range], progress: Progress | None = None) -> Iterator[Part]:
+        """Predictions for pieces of the source, which rise and are not empty: one part each, in order."""
+        if not pieces:
+            return
+        chunks = self.stream.chunks(self.batch_size, pieces)
+        steps = sum(-(-len(piece) // self.batch_size) for piece in pieces)
+        waiting = deque(pieces)
+        places: list[NDArray[np.int64]] = []
+        columns: list[dict[str, NDArray[Any]]] = []
+        for chunk in progress(chunks, steps, "predicting") if progress else chunks:
+            while chunk.places[0] >= waiting[0].stop:
+                yield self._part(waiting.popleft(), places, columns)
+                places, columns = [], []
+            places.append(chunk.places)
+            try:
+                columns.append(_columns(self.model, chunk.squares, self.settings, self.device))
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"{self.batch_size} images at once are too many for {self.device}; give a smaller --batch-size"
+                ) from error
+        for piece in waiting:
+            yield self._part(piece, places, columns)
+            places, columns = [], []
+
+    def prediction(self, parts: Iterable[Part]) -> Prediction:
+        """All parts together."""
+        found = Prediction(parts, self.stream.source.names, self.stream.description)
+        if len(found.places) == 0:
+            name, reason = found.skipped[0]
+            raise UserError(
+                f"none of the {len(self.stream)} images of {found.source} can be read; the first, {name}: {reason}; "
+                "open one of them in an image viewer to see whether the files are whole"
+            )
+        return found
+
+    def _part(self, piece: range, places: list[NDArray[np.int64]], columns: list[dict[str, NDArray[Any]]]) -> Part:
+        together = {name: np.concatenate([some[name] for some in columns]) for name in (columns or [{}])[0]}
+        if together and not np.isfinite(together["confidence"]).all():
+            raise UserError("the model gives confidences that are not finite: is this the right checkpoint?")
+        # The reader may be ahead of this piece, but it tells what it skips in order.
+        lost = self.stream.unreadable
+        first, after = (bisect_left(lost, (place, "")) for place in (piece.start, piece.stop))
+        return Part(np.concatenate([np.empty(0, np.int64), *places]), together, lost[first:after])
+
+
+def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK) -> Predictor:
+    """Open the images and settle on some of them what the model leaves open; changes the model.
+
+    Args:
+        data: anything that ``open_images`` takes; its labels are not looked at.
+    """
+    model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    stream = open_stream(data, storage_size(model.backbone.input_size))
+    model.backbone = settle_assumptions(model.backbone, _look(model, stream))
+    return Predictor(model, stream, view_settings(model.backbone), device, batch_size)
+
+
 def predict_images(
     model: Clusterer,
     data: Any,
@@ -52,32 +164,13 @@ def predict_images(
     """Cluster and calibrated confidence of every image; memory does not grow with their number beyond the table.
 
     Args:
-        data: anything that ``open_images`` takes; its labels are not looked at.
-        batch_size: images that are read and computed at once.
+        data, batch_size: as in `prepare`.
     """
-    model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
-    stream = open_stream(data, storage_size(model.backbone.input_size))
-    model.backbone = settle_assumptions(model.backbone, _look(model, stream))
-    settings = view_settings(model.backbone)
-    names: list[str] = []
-    places: list[NDArray[np.int64]] = []
-    columns: list[dict[str, NDArray[Any]]] = []
-    chunks = stream.chunks(batch_size)
-    for chunk in progress(chunks, -(-len(stream) // batch_size), "predicting") if progress else chunks:
-        names += chunk.names
-        places.append(chunk.places)
-        try:
-            columns.append(_columns(model, chunk.squares, settings, device))
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"{batch_size} images at once are too many for {device}; give a smaller --batch-size"
-            ) from error
-    together = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
-    if not np.isfinite(together["confidence"]).all():
-        raise UserError("the model gives confidences that are not finite: is this the right checkpoint?")
-    return Prediction(make_table(names, together), np.concatenate(places), stream.skipped, stream.description)
+    predictor = prepare(model, data, device, batch_size)
+    return predictor.prediction(list(predictor.parts([range(len(predictor.stream))], progress)))
 
 
+@torch.no_grad()
 def _columns(
     model: Clusterer, squares: Pixels, settings: ViewSettings, device: torch.device
 ) -> dict[str, NDArray[Any]]:

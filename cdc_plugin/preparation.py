@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.augmentation import choose_augmentation
-from cdc_plugin.batches import AUGMENTATION, INITIALISATION, training_views
+from cdc_plugin.batches import AUGMENTATION, INITIALISATION, training_views, view_features
 from cdc_plugin.checkpoints.formats import Loaded
 from cdc_plugin.config import AugmentConfig, RefineConfig, resolve
 from cdc_plugin.core.calibration import calibrations
 from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation import extract_features, head_probabilities
+from cdc_plugin.evaluation import features_key, head_probabilities, nearest_of_all, refine_over_all, shared_features
+from cdc_plugin.features import Features, find_rows, keep_rows
 from cdc_plugin.initialisation import InitialHeads, choose_init, initial_heads, with_clusters
 from cdc_plugin.inputs import open_data, open_network, settle_assumptions
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import choose_device, generator
 from cdc_plugin.tracking import log, progress
+from cdc_plugin.world import ALONE, World
 
-Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None], Tensor]
+Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None, World], Features]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Material:
     """Checked inputs: the backbone is on the device, every number of ``config`` that needs the data is there.
 
     Args:
-        features: (N, D) of the plain views, on the CPU.
+        features: (N, D) of the plain views.
         old: (N, C') probabilities of the old model's head, where the checkpoint has one.
     """
 
@@ -44,12 +46,16 @@ class Material:
     backbone: Backbone
     images: ImageSet
     device: torch.device
-    features: Tensor
+    features: Features
     old: NDArray[np.float32] | None
 
 
 def gather(
-    config: RefineConfig, module: nn.Module | None, data: Any, cache: Path, extract: Extract = extract_features
+    config: RefineConfig,
+    module: nn.Module | None,
+    data: Any,
+    extract: Extract = shared_features,
+    world: World = ALONE,
 ) -> Material:
     """Open the checkpoint and the images, and take the features; mistakes are refused before that."""
     device = choose_device(config.device)
@@ -57,17 +63,15 @@ def gather(
     config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
-    images = open_data(config, backbone, cache, data)
+    images = open_data(config, backbone, data)
     backbone = settle_assumptions(backbone, images)
     config = dataclasses.replace(with_numbers(config, images, backbone), init=init)
     training_views(config, backbone)  # refuses a wrong augmentation before any work is done
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
-    features = extract(backbone, images, device, config.precision, progress)
-    if not torch.isfinite(features).all():
+    features = extract(backbone, images, device, config.precision, progress, world)
+    if not features.map(lambda block: block.isfinite().all(dim=1)).all():
         raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
-    if float(features.std(dim=0).max()) < 1e-6:
-        log.warning("the features of all images are the same: the backbone has collapsed")
     old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
     return Material(config, loaded, backbone, images, device, features, old)
 
@@ -84,21 +88,46 @@ def initialise(material: Material) -> tuple[InitialHeads, AugmentConfig]:
     """Both heads, from feature prototypes (Sec. 3.3), an old model's head or chance; and the augmentation."""
     config, device = material.config, material.device
     assert config.init is not None
+    assert config.clusters is not None
     source = {"keep": "the old model's heads", "random": "chance"}.get(config.init, "prototypes")
-    count = len(material.features)
+    count, features = len(material.features), material.features
     log.info("initialising %d clusters by %s, on the features of %d images", config.clusters, source, count)
     randomness = generator(config.seed, INITIALISATION)
-    features = material.features.to(device)
-    heads = initial_heads(config.init, material.loaded.heads, features, material.old, config, randomness)
+    rows, chosen = features.sample(config.clusters, randomness)
+    if float(rows.std(dim=0).max()) < 1e-6:
+        log.warning("the features of all images are the same: the backbone has collapsed")
+    whole, old = len(chosen) == count, None if material.old is None else material.old[chosen.numpy()]
+    refine = None if whole else refine_over_all(features)
+    heads = initial_heads(config.init, material.loaded.heads, rows.to(device), old, config, randomness, refine)
+    if not whole:
+        assert heads.centers is not None
+        heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
     randomness = generator(config.seed, AUGMENTATION)
-    chosen, agreements = choose_augmentation(
+    augment, agreements = choose_augmentation(
         config.augment, material.backbone, heads.clustering, material.images, device, randomness
     )
     if agreements:
         log.info(
             "augmentation chosen by agreement of clusters (%s): flip %s, crop_scale %g",
             ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items()),
-            chosen.flip,
-            chosen.crop_scale,
+            augment.flip,
+            augment.crop_scale,
         )
-    return heads, chosen
+    return heads, augment
+
+
+def frozen_views(
+    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World
+) -> Tensor | RowFile:
+    """Features of the views of a frozen backbone; all processes compute them, the main one keeps and has them."""
+    shape = (len(images), 1 + 2 * config.frozen_views, backbone.feature_dim)
+    key = features_key(backbone, images, device, config.precision, f"{config.augment} {config.seed}")
+    found = find_rows(key, shape) if world.main else None
+    if world.from_main(lambda: found is not None):
+        return torch.empty(0, *shape[1:]) if found is None else found
+    rows = view_features(config, backbone, images, device, world)
+    if world.main:
+        return keep_rows(key, shape, rows)
+    for _ in rows:
+        pass
+    return torch.empty(0, *shape[1:])

@@ -49,11 +49,12 @@ class Evidence:
 
     Args:
         clustering, calibration: (N, C) probabilities of both heads; the same where a model has one.
-        features: (N, D) of the model.
+        features: (N, D) of the model, or those of a sample of very many images.
         kmeans: (N,) k-means on these features.
         seen, anew: indices (n,) of some images, and the clusters (n,) they are put in when seen in another view.
         start: (N,) k-means on the features that a run began with; None where there was no run.
         last_epochs: clusters (m,) of the same m images after each of the last epochs.
+        sample: (n,) which images the features are of; None for all.
     """
 
     clustering: Tensor
@@ -64,6 +65,7 @@ class Evidence:
     anew: Tensor
     start: Tensor | None = None
     last_epochs: Sequence[Tensor] = ()
+    sample: Tensor | None = None
 
 
 def watch(model: Clusterer, images: ImageSet, device: torch.device, precision: str) -> Tensor:
@@ -97,7 +99,8 @@ def assess(evidence: Evidence) -> dict[str, Any]:
     sizes = torch.bincount(assignment, minlength=clusters)
     shares = sizes[sizes > 0] / sizes.sum()
     entropy = -(shares * shares.log()).sum().item()
-    some = torch.linspace(0, len(assignment) - 1, min(NEIGHBOURS_AMONG, len(assignment))).long()
+    features, known = evidence.features, assignment if evidence.sample is None else assignment[evidence.sample]
+    some = torch.linspace(0, len(known) - 1, min(NEIGHBOURS_AMONG, len(known))).long()
     stability = [(a == b).float().mean().item() for a, b in pairwise(evidence.last_epochs)]
     start = evidence.start
     card: dict[str, Any] = {
@@ -105,7 +108,7 @@ def assess(evidence: Evidence) -> dict[str, Any]:
         "clustering_confidence": evidence.clustering.max(dim=1).values.mean().item(),
         "heads_agree": (evidence.clustering.argmax(dim=1) == assignment).float().mean().item(),
         "augmentation_agreement": (assignment[evidence.seen] == evidence.anew).float().mean().item(),
-        "neighbour_consistency": neighbour_consistency(evidence.features[some], assignment[some]),
+        "neighbour_consistency": neighbour_consistency(features[some], known[some]),
         "kmeans_agreement": agreement(assignment, evidence.kmeans, clusters),
         "trusted_share": select_confident(calibration).mask.float().mean().item(),
         "start_agreement": None if start is None else agreement(assignment, start, clusters),
@@ -114,7 +117,7 @@ def assess(evidence: Evidence) -> dict[str, Any]:
         "empty_clusters": int((sizes == 0).sum()),
         "largest_cluster_share": (sizes.max() / sizes.sum()).item(),
     }
-    warnings = [*_about_sizes(sizes), *_about_kinds(evidence.features, assignment, sizes)]
+    warnings = [*_about_sizes(sizes), *_about_kinds(features, known, torch.bincount(known, minlength=clusters))]
     doubts = _doubts(card, len(assignment), clusters)
     if any(warning["kind"] == "merged" for warning in warnings):
         doubts.append("some clusters may hold two kinds of images")

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cdc_plugin.config import RefineConfig, load_config
 from cdc_plugin.errors import UserError
 from cdc_plugin.runtime import write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 CONFIG, STATE, HISTORY, LOG = "config.yaml", "last.pt", "metrics.jsonl", "train.log"
 PREDICTIONS, REPORT, PAGE = "predictions.csv", "report.json", "report.html"
@@ -20,14 +28,15 @@ OTHER_FILES = ("model.safetensors", "model.json", "trackers.json")
 RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *OTHER_FILES)
 EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
 COMPARISON = "comparison.json"
-CACHE = "cache"
+CACHE = "cache"  # of images, in the folders of earlier releases
 DEFAULT_PARENT = Path("cdc-runs")
 
 
 def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) -> Path:
-    """The folder of this run, made if it is not there; refuses one that holds anything else.
+    """The folder of this run, made if it is not there; refuses one that holds anything else or that is in use.
 
-    Without ``out`` every run gets a new numbered folder; ``--resume`` and ``--overwrite`` then take the last.
+    It is this process's own until `leave_nothing_behind`. Without ``out`` every run gets a new numbered folder;
+    ``--resume`` and ``--overwrite`` then take the last.
     """
     if resume and overwrite:
         raise UserError("--resume goes on with a run and --overwrite starts it anew: give one of them")
@@ -40,6 +49,9 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
         )
     if resume and present and not (folder / CONFIG).is_file():
         raise UserError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run as --out")
+    if resume and present:
+        _check_whole(folder / CONFIG)
+    _claim(folder)
     for leftover in _half_written(folder):
         leftover.unlink(missing_ok=True)
     return folder
@@ -89,11 +101,54 @@ def clear_results(folder: Path) -> None:
 
 
 def leave_nothing_behind(folder: Path) -> None:
-    """Take back a folder in which a run that could not start has left nothing."""
+    """Give a folder free for other runs; take it back if a run that could not start has left nothing in it."""
+    if (handle := _claims.pop(folder.absolute(), None)) is not None:
+        os.close(handle)
     with contextlib.suppress(OSError):  # not empty: it stays
         folder.rmdir()
         if folder.parent == DEFAULT_PARENT:
             DEFAULT_PARENT.rmdir()
+
+
+def stored_config(given: RefineConfig, folder: Path) -> RefineConfig:
+    """The settings of a run that was killed before its first state: those of the folder, where it has them."""
+    path = folder / CONFIG
+    if given.backbone is not None or not path.is_file():
+        return given
+    return replace(load_config(path), device=given.device)
+
+
+_claims: dict[Path, int] = {}  # open folders, whose locks this process holds
+
+
+def _claim(folder: Path) -> None:
+    """Keep other processes from writing to a folder at the same time.
+
+    The operating system's lock on the folder itself: it ends with the process, however that ends, and leaves no file.
+    Where there is none (Windows, some network file systems) nothing is claimed.
+    """
+    if fcntl is None or folder.absolute() in _claims:
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise UserError(f"another run is writing to {folder}; wait for its end, or give another --out") from error
+    else:
+        _claims[folder.absolute()] = handle
+
+
+def _check_whole(config: Path) -> None:
+    """Refuse settings that something has cut: what is missing would silently be replaced by defaults."""
+    try:
+        names = re.findall(r"^(\w+):", config.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config} cannot be read ({error}); start anew with --overwrite") from error
+    missing = [name for name in ("data", "epochs", "seed", "precision") if name not in names]
+    if missing:
+        raise UserError(f"{config} is not whole (it has no {', '.join(missing)}); start anew with --overwrite")
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -60,11 +60,15 @@ def rate_factor(schedule: str, steps: int, total_steps: int) -> float:
 
 
 @contextlib.contextmanager
-def own_randomness(randomness: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Random weights, dropout and the like draw from torch's global generator: in here from a stream of their own."""
+def own_randomness(randomness: torch.Generator, device: torch.device, process: int = 0) -> Iterator[None]:
+    """Random weights, dropout and the like draw from torch's global generator: in here from a stream of their own.
+
+    Args:
+        process: which of several; each has a stream of its own.
+    """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)))
+        torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)) + process)
         yield
 
 
@@ -95,7 +99,7 @@ def _clear_disk_errors(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"no space left while writing {path}; what was written before is whole: free some space and "
-                "run again with --resume"
+                "run again, cdc-refine and cdc-pretrain with --resume"
             ) from error
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     except Exception as error:
@@ -106,6 +110,6 @@ def _clear_disk_errors(path: Path) -> Iterator[None]:
             reason = str(error).splitlines()[0][:150]
             raise UserError(
                 f"cannot write {path} (disk full? {reason}); what was written before is whole: free some space "
-                "and run again with --resume"
+                "and run again, cdc-refine and cdc-pretrain with --resume"
             ) from error
         raise

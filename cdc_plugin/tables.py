@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,29 @@ def prediction_columns(
     }
 
 
-def make_table(names: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> np.recarray:
-    """The names and columns as one table; the name column is ``index`` where images have no path of their own."""
-    name_column = "index" if all(name.isdigit() for name in names) else "path"
+def make_table(
+    names: Sequence[str], columns: Mapping[str, NDArray[Any]], name_column: str | None = None
+) -> np.recarray:
+    """The names and columns as one table, the first column called as `name_column_of` says unless it is given."""
     texts = np.array(names, dtype=object)
-    return np.rec.fromarrays([texts, *columns.values()], names=[name_column, *columns])  # type: ignore[call-overload]
+    header = [name_column or name_column_of(names), *columns]
+    return np.rec.fromarrays([texts, *columns.values()], names=header)  # type: ignore[call-overload]
+
+
+def name_column_of(names: Iterable[str]) -> str:
+    """``index`` where images have no path of their own, else ``path``."""
+    return "index" if all(name.isdigit() for name in names) else "path"
 
 
 def with_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recarray:
     """The table with one more column at its end."""
     old = table.dtype.names or ()
     return np.rec.fromarrays([*(table[each] for each in old), values], names=[*old, name])  # type: ignore[call-overload]
+
+
+def one_table(parts: Iterable[np.recarray]) -> np.recarray:
+    """Tables with the same columns one below the other."""
+    return np.concatenate(list(parts)).view(np.recarray)
 
 
 def outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArray[Any]]:
@@ -66,15 +78,22 @@ def outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArr
 
 def write_table(path: Path, table: np.recarray) -> None:
     """The table as CSV (UTF-8, a header, numbers with 6 decimals, yes and no as 1 and 0)."""
+    write_tables(path, [table])
+
+
+def write_tables(path: Path, tables: Iterable[np.recarray]) -> None:
+    """Tables with the same columns as one CSV, as `write_table` does; one after the other is in memory."""
 
     def write(temporary: Path) -> None:
         # File names need not be valid UTF-8; their bytes are written as they are.
         with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(table.dtype.names or ())
-            for start in range(0, len(table), BLOCK):
-                rows = table[start : start + BLOCK].tolist()
-                writer.writerows([_cell(value) for value in row] for row in rows)
+            for number, table in enumerate(tables):
+                if number == 0:
+                    writer.writerow(table.dtype.names or ())
+                for start in range(0, len(table), BLOCK):
+                    rows = table[start : start + BLOCK].tolist()
+                    writer.writerows([_cell(value) for value in row] for row in rows)
 
     write_atomically(path, write)
 

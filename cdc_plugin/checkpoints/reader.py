@@ -71,6 +71,11 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     with file.open("rb") as stream:
         head = stream.read(512)
     payload = _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
+    if isinstance(payload, Mapping) and {"refiner", "digest"} <= payload.keys():
+        raise UserError(
+            f"{file} is the state of a run to go on with, not its model; cdc-refine --resume --out {file.parent} "
+            f"finishes an unfinished run, which is then given as {file.parent}"
+        )
     state = find_state_dict(payload, file.name)
     check_finite(state, file.name)
     return Checkpoint(file, payload, read_sidecars(file), state)

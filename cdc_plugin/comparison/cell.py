@@ -111,7 +111,7 @@ def bench_of(cell: Cell, opened: Opened, earlier: Cell | None, history: list[dic
     start, augment = opened.start(cell.seed)
     assert material.config.batch_size is not None
     settings = absolute(cell.method.settings, material.config.batch_size)
-    backbone, heads, features = copy.deepcopy(material.backbone), material.loaded.heads, material.features
+    backbone, heads, features = copy.deepcopy(material.backbone), material.loaded.heads, opened.features
     if earlier is not None:
         model = load_model(earlier.model).to(material.device)
         backbone, heads = model.backbone, (model.calibration_head,)

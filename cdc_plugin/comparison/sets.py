@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdc_plugin.batches import ViewFeatures, view_features
+from cdc_plugin.batches import view_features
 from cdc_plugin.config import AugmentConfig, RefineConfig
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import extract_features
+from cdc_plugin.features import Features
 from cdc_plugin.heads import build_head
 from cdc_plugin.initialisation import InitialHeads
 from cdc_plugin.inputs import check_request, configure
 from cdc_plugin.model import Backbone
 from cdc_plugin.preparation import Material, gather, initialise, with_numbers
 from cdc_plugin.runtime import write_atomically
+from cdc_plugin.world import World
 
 # A grid is many runs: where the user says nothing, each has this share of the epochs that ``cdc-refine`` would take,
 # but no fewer than the least it takes. On the digits CDC was as accurate after 17 epochs as after 28 (99.4 and 99.2 %,
@@ -65,6 +67,11 @@ class Opened:
     material: Material
     folder: Path
 
+    @property
+    def features(self) -> Tensor:
+        """(N, D) of the plain views."""
+        return self.material.features.map(lambda block: block)
+
     def start(self, seed: int) -> tuple[InitialHeads, AugmentConfig]:
         """Prototype heads and the augmentation that suits them: the same for every method with this seed."""
         path = self.folder / f"start-seed{seed}.pt"
@@ -77,16 +84,15 @@ class Opened:
         moved = [head.to(device).eval() for head in heads]
         return InitialHeads(moved[0], moved[1], stored["partition"].to(device)), AugmentConfig(**stored["augment"])
 
-    def views(self, config: RefineConfig) -> ViewFeatures:
+    def views(self, config: RefineConfig) -> Tensor:
         """Features of the views of a frozen backbone, the same for every method with this seed."""
         path, device = self.folder / f"views-seed{config.seed}.pt", self.material.device
         backbone, images = self.material.backbone, self.material.images
 
         def compute() -> dict[str, Any]:
-            found = view_features(config, backbone, images, device)
-            return {name: getattr(found, name).cpu() for name in ("plain", "weak", "strong")}
+            return {"rows": torch.cat(list(view_features(config, backbone, images, device)))}
 
-        return ViewFeatures(**{name: value.to(device) for name, value in _stored(path, compute).items()})
+        return _stored(path, compute)["rows"]
 
     def frozen_views_config(self, seed: int, augment: AugmentConfig) -> RefineConfig:
         return replace(self.material.config, seed=seed, augment=augment)
@@ -110,13 +116,18 @@ def open_set(asked: SetOfImages, folder: Path) -> Opened:
     folder.mkdir(parents=True, exist_ok=True)
 
     def extract(
-        backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
-    ) -> Tensor:
+        backbone: Backbone,
+        images: ImageSet,
+        device: torch.device,
+        precision: str,
+        progress: Progress | None,
+        world: World,
+    ) -> Features:
         path = folder / f"features-{fingerprint(backbone, images)[:16]}.pt"
         found = _stored(path, lambda: {"all": extract_features(backbone, images, device, precision, progress)})
-        return found["all"]
+        return Features(found["all"], len(images))
 
-    material = gather(config, asked.module, asked.images, folder / "cache", extract)
+    material = gather(config, asked.module, asked.images, extract)
     return Opened(asked, material, folder)
 
 

@@ -18,7 +18,6 @@ from cdc_plugin.baselines.task import Task
 from cdc_plugin.batches import (
     FINAL,
     INITIALISATION,
-    ViewFeatures,
     batches_of,
     cached_views,
     fresh_views,
@@ -56,7 +55,7 @@ class Bench:
     features: Tensor
     device: torch.device
     start: InitialHeads | None
-    views: ViewFeatures | None
+    views: Tensor | None
     after_epoch: AfterEpoch
 
 
@@ -86,7 +85,7 @@ def train_cdc(bench: Bench) -> Outcome:
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, device, count, steps)
     make = fresh_views(config, bench.backbone, bench.images, device)
     if bench.views is not None:
-        make = cached_views(bench.views)
+        make = cached_views(bench.views, device)
     refiner.fit(batches_of(make, count, config), lambda stats: None, bench.after_epoch)
     return Outcome((refiner.clustering_head, refiner.calibration_head))
 
@@ -168,7 +167,7 @@ def task_of(bench: Bench) -> Task:
         lambda rows, randomness: last(strong_view(image(rows), settings, randomness)),
     )
     if bench.views is not None:
-        backbone, pick = nn.Identity(), cached_views(bench.views)
+        backbone, pick = nn.Identity(), cached_views(bench.views, device)
         plain, weak, strong = (
             lambda rows, randomness: pick(rows, randomness).plain,
             lambda rows, randomness: pick(rows, randomness).weak,

@@ -14,6 +14,8 @@ from torch import Tensor
 
 # Distances are computed for at most this many numbers at a time, to bound memory (64 MB in float32).
 _BLOCK = 1 << 24
+# Distances of all pairs of points are held only where they are no more than this (256 MB: 8,192 points).
+_PAIRS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ def seed_centers(points: Tensor, clusters: int, generator: torch.Generator) -> T
     draws = torch.rand(clusters, candidates, generator=generator).to(points.device)
     norms = points.square().sum(dim=1)
     # With more candidates than points it is cheaper to know all distances between points beforehand.
-    all_distances = _distances(points, points, norms, norms) if clusters * candidates > count else None
+    cheaper = clusters * candidates > count and count * count <= _PAIRS
+    all_distances = _distances(points, points, norms, norms) if cheaper else None
 
     first = int(draws[0, 0] * count)
     chosen = torch.empty(clusters, dtype=torch.long, device=points.device)

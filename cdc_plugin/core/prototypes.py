@@ -14,13 +14,14 @@ Where this parts from the released code, with the accuracy right after initialis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.kmeans import Partition, kmeans
+from cdc_plugin.core.kmeans import Partition, kmeans, nearest
 from cdc_plugin.core.targets import mini_cluster_targets
 
 STARTS = 10  # k-means restarts on the features: the partition for the heads, and the votes for its confidence
@@ -32,7 +33,8 @@ class HeadWeights:
     """Weights of linear (H, D) - BatchNorm - ReLU - linear (C, H); both biases are 0, as in the paper.
 
     ``mean`` and ``variance`` (H,) are the statistics of the first layer's output on the data, for the
-    BatchNorm layer; ``partition`` (N,) is the k-means partition that the head was made from.
+    BatchNorm layer; ``partition`` (N,) is the k-means partition that the head was made from, and ``centers``
+    (C, D) are its centres among standardised rows.
     """
 
     first: Tensor
@@ -40,15 +42,29 @@ class HeadWeights:
     variance: Tensor
     second: Tensor
     partition: Tensor
+    centers: Tensor
 
 
-def prototype_head(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> HeadWeights:
+def prototype_head(
+    features: Tensor,
+    clusters: int,
+    hidden: int,
+    generator: torch.Generator,
+    refine: Callable[[Tensor], Tensor] | None = None,
+) -> HeadWeights:
     """Head weights from (N, D) features: W1 = k-means_H(z), W2 = prototypes of h, both orthogonalised.
 
     Any feature size, hidden size and number of clusters will do; with constant features the weights are 0.
+
+    Args:
+        refine: where the features are a sample, from centres (C, D) of their standardised rows to those of all.
     """
     directions = standardize_rows(features)
     runs = sorted((kmeans(directions, clusters, generator) for _ in range(STARTS)), key=lambda r: r.inertia)
+    if refine is not None:
+        centers = refine(runs[0].centers)
+        assignment, distance = nearest(directions, centers)
+        runs[0] = Partition(centers, assignment, distance.sum().item())
     partition = runs[0].assignment
 
     prototypes = kmeans(directions, min(hidden, len(features)), generator, iterations=20).centers
@@ -63,7 +79,7 @@ def prototype_head(features: Tensor, clusters: int, hidden: int, generator: torc
     second = orthogonalize(means - means.mean(dim=0))
     logits = activations @ second.T
     targets = consensus_targets(directions, logits.argmax(dim=1), runs, generator)
-    return HeadWeights(first, mean, variance, second * fitted_scale(logits, targets), partition)
+    return HeadWeights(first, mean, variance, second * fitted_scale(logits, targets), partition, runs[0].centers)
 
 
 def standardize_rows(features: Tensor) -> Tensor:

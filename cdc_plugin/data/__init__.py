@@ -5,6 +5,7 @@ from cdc_plugin.data.named import NamedDataset, data_root, datasets
 from cdc_plugin.data.source import ImageSource, UnreadableImageError
 from cdc_plugin.data.views import (
     OPERATIONS,
+    Share,
     ViewSettings,
     make_views,
     plain_view,
@@ -17,6 +18,7 @@ __all__ = [
     "ImageSet",
     "ImageSource",
     "NamedDataset",
+    "Share",
     "UnreadableImageError",
     "ViewSettings",
     "data_root",

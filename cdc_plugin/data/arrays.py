@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from cdc_plugin.data.resize import Pixels
-from cdc_plugin.data.source import ImageSource, digest_of_array
+from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.source import WHOLE_HASH_BYTES, ImageSource, digest_of_array
 from cdc_plugin.errors import UserError
 
 IMAGE_KEYS = ("x", "images", "data", "X")
@@ -21,7 +22,10 @@ LAYOUTS = "(N, H, W), (N, H, W, 1), (N, H, W, 3), (N, H, W, 4) or (N, 3, H, W)"
 
 def array_source(images: NDArray[Any] | torch.Tensor, labels: Any = None, description: str = "array") -> ImageSource:
     """Images of one size in memory, named by their index."""
-    pixels = as_pixels(images, description)
+    return _source(as_pixels(images, description), labels, description)
+
+
+def _source(pixels: Pixels | RowFile, labels: Any, description: str) -> ImageSource:
     return ImageSource(
         content=pixels,
         names=[str(index) for index in range(len(pixels))],
@@ -29,13 +33,23 @@ def array_source(images: NDArray[Any] | torch.Tensor, labels: Any = None, descri
         class_names=None,
         digest=digest_of_array(pixels),
         description=description,
+        exact=pixels.nbytes <= WHOLE_HASH_BYTES,
     )
 
 
 def array_file_source(path: Path) -> ImageSource:
     """Images of a .npy file, or of a .npz file with their labels if it holds some."""
     images, labels = read_array_file(path)
+    ready = images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and images.size
+    if isinstance(images, np.memmap) and images.flags.c_contiguous and ready:
+        # Read by seeking, since the pages of a map would count as memory.
+        return _source(RowFile(path, images.shape, images.dtype, images.offset), labels, str(path))
     return array_source(images, labels, str(path))
+
+
+def image_shape_of_file(path: Path) -> tuple[int, ...]:
+    """Height and width of the images of a file."""
+    return as_pixels(read_array_file(path)[0][:1], str(path)).shape[1:3]
 
 
 def read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
+import os
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from cdc_plugin.data.source import UnreadableImageError
 WITH_ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
 
-def decode_file(path: Path, side: int) -> Image.Image:
+def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
     """The first frame of an image file as RGB, upright.
 
     Args:
@@ -21,21 +23,44 @@ def decode_file(path: Path, side: int) -> Image.Image:
             twice this.
 
     Raises:
-        UnreadableImageError: empty, damaged, far too large or of an unknown format.
+        UnreadableImageError: gone, empty, damaged, far too large or of an unknown format.
     """
+    name = os.path.basename(path)
     try:
-        if path.stat().st_size == 0:
-            raise UnreadableImageError("the file is empty")
-        with Image.open(path) as image:
-            image.draft(None, (2 * side, 2 * side))
-            image.load()
-            return to_rgb(_upright(image))
+        with open(path, "rb") as file:
+            return _decode(file, side)
     except UnreadableImageError:
         raise
-    except Image.DecompressionBombError as error:
-        raise UnreadableImageError(f"too many pixels to decode safely ({error})") from error
     except Exception as error:  # damaged files make the decoders raise nearly every kind of error
-        raise UnreadableImageError(f"{type(error).__name__}: {error}".replace(str(path), path.name)) from error
+        raise UnreadableImageError(_reason(error).replace(os.fspath(path), name)) from error
+
+
+def decode_bytes(content: bytes, side: int) -> Image.Image:
+    """The same for the bytes of an image file."""
+    try:
+        return _decode(io.BytesIO(content), side)
+    except UnreadableImageError:
+        raise
+    except Exception as error:
+        raise UnreadableImageError(_reason(error)) from error
+
+
+def _decode(file: BinaryIO, side: int) -> Image.Image:
+    if file.seek(0, io.SEEK_END) == 0:
+        raise UnreadableImageError("the file is empty")
+    file.seek(0)
+    with Image.open(file) as image:
+        image.draft(None, (2 * side, 2 * side))
+        image.load()
+        return to_rgb(_upright(image))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.DecompressionBombError):
+        return f"too many pixels to decode safely ({error})"
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "UnidentifiedImageError: cannot identify image file"  # its own text names the stream, not the file
+    return f"{type(error).__name__}: {error}"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

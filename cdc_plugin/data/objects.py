@@ -11,7 +11,7 @@ from PIL import Image
 
 from cdc_plugin.data.arrays import as_pixels
 from cdc_plugin.data.decode import to_rgb
-from cdc_plugin.data.source import ImageSource, UnreadableImageError, digest_of
+from cdc_plugin.data.source import ImageSource, UnreadableImageError, digest_of, spread
 from cdc_plugin.errors import UserError
 
 UNLABELLED = np.iinfo(np.int64).min
@@ -49,6 +49,7 @@ def dataset_source(dataset: Any) -> ImageSource:
         class_names=list(classes) if named and classes else None,
         digest=_sampled_digest(dataset, name),
         description=name,
+        exact=False,
     )
 
 
@@ -61,6 +62,7 @@ def image_list_source(images: Sequence[Image.Image]) -> ImageSource:
         class_names=None,
         digest=_sampled_digest(images, "images"),
         description=f"{len(images)} images",
+        exact=False,
     )
 
 
@@ -95,7 +97,7 @@ def _as_image(image: Any, description: str) -> Image.Image:
 def _sampled_digest(items: Any, name: str, looks: int = 32) -> str:
     """Hash of a few items, evenly spread; a data set with random transforms differs every time."""
     parts: list[str | bytes] = [name, str(len(items))]
-    for index in sorted({round(i) for i in np.linspace(0, len(items) - 1, min(looks, len(items)))}):
+    for index in spread(len(items), looks):
         try:
             parts.append(_as_image(_split(items[index])[0], f"item {index} of {name}").tobytes())
         except OSError:

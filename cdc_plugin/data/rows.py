@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ from numpy.lib import format as numpy_format
 from numpy.typing import NDArray
 
 from cdc_plugin.data.arrays import image_key, unreadable_file
+from cdc_plugin.data.row_file import RowFile
 
 UNREADABLE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
@@ -25,14 +26,14 @@ class ArrayRows:
 
     Args:
         shape, dtype: as stored, in any layout that images come in.
-        blocks: from a size to consecutive blocks of so many rows, the last one shorter.
+        blocks: from rising ranges of rows to their content; what lies between them is not kept.
         names: one a row.
         description: what to call the array in messages.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    blocks: Callable[[int], Iterator[NDArray[Any]]]
+    blocks: Callable[[Iterable[range]], Iterator[NDArray[Any]]]
     names: list[str]
     description: str
 
@@ -40,12 +41,16 @@ class ArrayRows:
         return len(self.names)
 
 
-def rows_in_memory(array: NDArray[Any], description: str, names: list[str] | None = None) -> ArrayRows:
-    """An array that is there already; its images are named by their index where they have no other name."""
+def in_blocks(rows: range, size: int) -> Iterator[range]:
+    """Consecutive blocks of ``size`` rows, the last one shorter."""
+    return (rows[start : start + size] for start in range(0, len(rows), size))
 
-    def blocks(size: int) -> Iterator[NDArray[Any]]:
-        for start in range(0, len(array), size):
-            yield array[start : start + size]
+
+def rows_in_memory(array: NDArray[Any] | RowFile, description: str, names: list[str] | None = None) -> ArrayRows:
+    """An array that is there already, or its rows on disk; named by their index where they have no other name."""
+
+    def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
+        return (array[rows.start : rows.stop] for rows in ranges)
 
     return ArrayRows(array.shape, array.dtype, blocks, names or _numbers(array.shape), description)
 
@@ -66,11 +71,11 @@ def _plain_rows(path: Path) -> ArrayRows:
         return rows_in_memory(whole, str(path))
     row_bytes = prod(whole.shape[1:]) * whole.dtype.itemsize
 
-    def blocks(size: int) -> Iterator[NDArray[Any]]:
+    def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
         # A map of its own for every block: pages of one large map would count as memory until it is closed.
-        for start in range(0, len(whole), size):
-            shape = (min(size, len(whole) - start), *whole.shape[1:])
-            yield np.memmap(path, whole.dtype, "c", whole.offset + start * row_bytes, shape)
+        for rows in ranges:
+            shape = (len(rows), *whole.shape[1:])
+            yield np.memmap(path, whole.dtype, "c", whole.offset + rows.start * row_bytes, shape)
 
     return ArrayRows(whole.shape, whole.dtype, blocks, _numbers(whole.shape), str(path))
 
@@ -85,12 +90,15 @@ def _packed_rows(path: Path) -> ArrayRows:
         if column_first or dtype.hasobject:  # the latter is refused here
             return rows_in_memory(archive[key], str(path))
 
-    def blocks(size: int) -> Iterator[NDArray[Any]]:
+    def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
         try:
             with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
                 _header(stream)
-                for start in range(0, shape[0], size):
-                    block = (min(size, shape[0] - start), *shape[1:])
+                first = stream.tell()
+                for rows in ranges:
+                    # Forward only: what is skipped is unpacked, but once for all ranges.
+                    stream.seek(first + rows.start * prod(shape[1:]) * dtype.itemsize)
+                    block = (len(rows), *shape[1:])
                     content = stream.read(prod(block) * dtype.itemsize)
                     yield np.frombuffer(bytearray(content), dtype).reshape(block)
         except UNREADABLE as error:

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from cdc_plugin.data.row_file import RowFile
+
 WHOLE_HASH_BYTES = 1 << 30  # larger arrays are told apart by a sample of their rows
 
 
@@ -18,22 +20,25 @@ class ImageSource:
     """Images that are known but not read yet.
 
     Args:
-        content: uint8 (N, H, W, 3), or a function from index to an RGB image. The function raises
-            ``UnreadableImageError`` for an image to be skipped.
+        content: uint8 (N, H, W, 3) in memory or on disk, or a function from index to an RGB image. The function
+            raises ``UnreadableImageError`` for an image to be skipped.
         names: one name an image.
         labels: (N,) int64, or None; a reader may fill them in while it reads.
         digest: changes when the images change.
         description: what to call the source in messages.
         workers: threads that may read at once; 1 for a reader that is not known to be thread-safe.
+        exact: the digest is of all the images. What has only a sample in its digest is not taken from the cache
+            that all runs share.
     """
 
-    content: NDArray[np.uint8] | Callable[[int], Image.Image]
+    content: NDArray[np.uint8] | RowFile | Callable[[int], Image.Image]
     names: list[str]
     labels: NDArray[np.int64] | None
     class_names: list[str] | None
     digest: str
     description: str
     workers: int = 1
+    exact: bool = True
 
     def __len__(self) -> int:
         return len(self.names)
@@ -46,7 +51,7 @@ class ImageSource:
         content = self.content
         return replace(
             self,
-            content=content[chosen] if isinstance(content, np.ndarray) else lambda index: content(int(chosen[index])),
+            content=(lambda index: content(int(chosen[index]))) if callable(content) else content[chosen],
             names=[self.names[index] for index in chosen],
             labels=None if self.labels is None else self.labels[chosen],
             digest=f"{self.digest}-{count}",
@@ -67,7 +72,7 @@ def digest_of(parts: Iterable[str | bytes]) -> str:
     return state.hexdigest()
 
 
-def digest_of_array(images: NDArray[np.uint8]) -> str:
+def digest_of_array(images: NDArray[np.uint8] | RowFile) -> str:
     """Short hash of shape and content; above 1 GB of every k-th row and the last."""
     step = max(1, -(-images.nbytes // WHOLE_HASH_BYTES))
     chunk = 1024 * step
@@ -76,6 +81,11 @@ def digest_of_array(images: NDArray[np.uint8]) -> str:
         state.update(np.ascontiguousarray(images[start : start + chunk : step]).data)
     state.update(np.ascontiguousarray(images[-1:]).data)
     return state.hexdigest()
+
+
+def spread(count: int, looks: int) -> list[int]:
+    """At most ``looks`` of ``count`` places, evenly spread, first and last among them."""
+    return sorted({round(place) for place in np.linspace(0, count - 1, min(looks, count))})
 
 
 def labels_by_class(names: list[str]) -> tuple[NDArray[np.int64], list[str]]:

@@ -1,148 +1,156 @@
-"""Where the squares are kept: in memory, or beyond 2 GB in a memory-mapped file of the cache folder."""
+"""Where the squares are kept: in memory, or beyond 64 MB in a file of the cache, which later runs use again."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
+import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cdc_plugin.data.cache import cache_folder, made_once, make_room, sweep, used, write_whole
+from cdc_plugin.data.reading import Progress, Skipped, read_squares
 from cdc_plugin.data.resize import Pixels
+from cdc_plugin.data.row_file import RowFile, RowWriter, clear_error, gigabytes
+from cdc_plugin.data.source import ImageSource, UnreadableImageError
 from cdc_plugin.errors import UserError
 
-MEMORY_LIMIT = 2 * 1024**3
+MEMORY_LIMIT = 64 * 1024**2
+VERSION = 1  # of how squares are made; files of another one are made again
+RETRIED = 16  # images that could not be read, and are looked at again before a kept file is trusted
+
+Labels = NDArray[np.int64] | None
+Squares = tuple[Pixels | RowFile, Skipped, Labels]
 
 
 @dataclass(frozen=True)
-class CacheEntry:
+class ImageFile:
     """A file of (count, side, side, 3) bytes and the notes beside it: what was skipped and the labels."""
 
-    images: Path
+    path: Path
     side: int
 
     @property
     def notes(self) -> Path:
-        return self.images.with_suffix(".json")
+        return self.path.with_suffix(".json")
 
 
-def cache_entry(cache: str | os.PathLike[str] | None, digest: str, count: int, side: int) -> CacheEntry | None:
-    """Where to keep the images on disk, or None if they belong in memory."""
-    if cache is None or count * side * side * 3 <= MEMORY_LIMIT:
-        return None
-    # The side is part of the name, so that runs at two sizes can share a cache folder.
-    return CacheEntry(Path(cache) / f"images-{digest}-{side}.u8", side)
+def read_once(
+    known: ImageSource, side: int, folder: str | os.PathLike[str] | None, progress: Progress | None
+) -> Squares:
+    """The squares (N, side, side, 3), which images were skipped, and the labels of all images.
 
-
-def read_cached(entry: CacheEntry) -> tuple[Pixels, dict[str, Any]] | None:
-    """Images and notes of an earlier run, or None if they are absent or not whole."""
-    try:
-        notes = json.loads(entry.notes.read_text(encoding="utf-8"))
-        shape = (int(notes["count"]), entry.side, entry.side, 3)
-        if entry.images.stat().st_size != int(np.prod(shape, dtype=np.int64)):
-            return None
-    except (OSError, ValueError, KeyError):
-        return None
-    # Copy-on-write: torch takes the rows without a warning, and nobody can harm the file.
-    return np.memmap(entry.images, dtype=np.uint8, mode="c", shape=shape), notes
-
-
-class MemoryStore:
-    """Squares appended one after another to one array."""
-
-    def __init__(self, count: int, side: int) -> None:
-        try:
-            self._images = np.empty((count, side, side, 3), dtype=np.uint8)
-        except MemoryError as error:
-            raise UserError(
-                f"{count} images of {side} x {side} need {_gigabytes(count * side * side * 3)} of memory, "
-                "more than there is; name a cache folder on disk, or choose a smaller input size"
-            ) from error
-        self._written = 0
-
-    def append(self, squares: Pixels) -> None:
-        self._images[self._written : self._written + len(squares)] = squares
-        self._written += len(squares)
-
-    def finish(self) -> Pixels:
-        return self._images[: self._written]
-
-
-class DiskStore:
-    """Squares appended to a temporary file, which gets its name when it is whole.
-
-    Plain writes, not a memory map: on a full disk a write raises, while a map ends the process.
+    Args:
+        folder: to keep large ones in; None is the cache that all runs share.
     """
+    size = len(known) * side * side * 3
+    if not callable(known.content) and known.content.shape[1:3] == (side, side):
+        return known.content, [], known.labels
+    place = None if size <= MEMORY_LIMIT else (cache_folder() if folder is None else Path(folder))
+    if place is None:
+        return _into_memory(known, side, progress)
+    # The side is part of the name, so that runs at two sizes can share a cache folder.
+    file = ImageFile(place / f"images-{known.digest}-{side}.u8", side)
 
-    def __init__(self, entry: CacheEntry, count: int) -> None:
-        self._entry = entry
-        self._written = 0
-        self._file: BinaryIO | None = None
-        folder = entry.images.parent
-        # The process number keeps two runs that fill the same cache apart.
-        self._temporary = entry.images.with_suffix(f".{os.getpid()}.tmp")
-        needed = count * entry.side * entry.side * 3
+    def make() -> Squares:
+        if folder is None:
+            make_room(file.path, size)
+        return _into_file(known, file, progress)
+
+    if folder is None and not known.exact:
+        private = ImageFile(place / f"images-{uuid.uuid4().hex[:16]}-{side}.u8", side)
+        make_room(private.path, size)
+        squares = _into_file(known, private, progress)
+        _forget(private)
+        return squares
+    _prepare(file.path)
+    squares = made_once(file.path, lambda: _kept(known, file), make)
+    used(file.notes)
+    return squares
+
+
+def _into_memory(known: ImageSource, side: int, progress: Progress | None) -> Squares:
+    try:
+        images = np.empty((len(known), side, side, 3), dtype=np.uint8)
+    except MemoryError as error:
+        raise UserError(
+            f"{len(known)} images of {side} x {side} need {gigabytes(len(known) * side * side * 3)} of memory, "
+            "more than there is; set CDC_CACHE to a folder on disk, or choose a smaller input size"
+        ) from error
+    skipped: Skipped = []
+    written = 0
+    for squares in read_squares(known, side, skipped, progress):
+        images[written : written + len(squares)] = squares
+        written += len(squares)
+    return images[:written], skipped, known.labels
+
+
+def _into_file(known: ImageSource, file: ImageFile, progress: Progress | None) -> Squares:
+    skipped: Skipped = []
+    with RowWriter(file.path, len(known), (file.side, file.side, 3), np.uint8) as writer:
+        written = _put_all(writer, read_squares(known, file.side, skipped, progress))
+        writer.finish(written)
+    labels = None if known.labels is None else known.labels.tolist()
+    notes = {"version": VERSION, "count": written, "skipped": skipped, "labels": labels}
+    try:
+        write_whole(file.notes, lambda path: path.write_text(json.dumps(notes), encoding="utf-8"))
+        images = RowFile(file.path, (written, file.side, file.side, 3), np.uint8)
+    except OSError as error:
+        raise clear_error(error, file.notes, 0) from error
+    return images, skipped, known.labels
+
+
+def _put_all(writer: RowWriter, chunks: Iterable[Pixels]) -> int:
+    written = 0
+    for squares in chunks:
+        writer.put(written, squares)
+        written += len(squares)
+    return written
+
+
+def _kept(known: ImageSource, file: ImageFile) -> Squares | None:
+    """What an earlier run kept, or None if it is absent, not whole, or some of the skipped can be read by now."""
+    try:
+        notes: dict[str, Any] = json.loads(file.notes.read_text(encoding="utf-8"))
+        shape = (int(notes["count"]), file.side, file.side, 3)
+        if notes["version"] != VERSION or file.path.stat().st_size != int(np.prod(shape, dtype=np.int64)):
+            return None
+        images = RowFile(file.path, shape, np.uint8)
+        skipped = [(int(index), str(reason)) for index, reason in notes["skipped"]]
+        labels = None if notes["labels"] is None else np.array(notes["labels"], dtype=np.int64)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if any(_is_readable(known, index) for index, _ in skipped[:RETRIED]):
+        return None
+    return images, skipped, labels
+
+
+def _is_readable(known: ImageSource, index: int) -> bool:
+    try:
+        if callable(known.content):
+            known.content(index)
+    except UnreadableImageError:
+        return False
+    return True
+
+
+def _prepare(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+    except OSError as error:
+        raise clear_error(error, path, 0) from error
+
+
+def _forget(file: ImageFile) -> None:
+    """Unlink a file that only this process can use, and has open; Windows keeps it until the cache is full."""
+    for path in (file.path, file.notes):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(folder).free
-            if free < needed:
-                raise _no_room(folder, needed, free)
-            self._file = open(self._temporary, "wb")  # noqa: SIM115 (closed by __exit__)
-        except OSError as error:
-            raise UserError(
-                f"the cache folder {folder} can not be written ({error}); name another cache folder"
-            ) from error
-        self._needed = needed
-
-    def __enter__(self) -> DiskStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
-
-    def append(self, squares: Pixels) -> None:
-        assert self._file is not None
-        try:
-            self._file.write(np.ascontiguousarray(squares).data)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise _no_room(self._temporary.parent, self._needed, 0) from error
-        self._written += len(squares)
-
-    def finish(self, notes: dict[str, Any]) -> Pixels:
-        """Name the file, write the notes and open both for reading."""
-        assert self._file is not None
-        try:
-            self._file.close()
-            os.replace(self._temporary, self._entry.images)
-            self._temporary.write_text(json.dumps({**notes, "count": self._written}), encoding="utf-8")
-            os.replace(self._temporary, self._entry.notes)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise _no_room(self._temporary.parent, self._needed, 0) from error
-        cached = read_cached(self._entry)
-        if cached is None:
-            raise UserError(f"{self._entry.images} was changed while it was written; start again")
-        return cached[0]
-
-
-def _no_room(folder: Path, needed: int, free: int) -> UserError:
-    return UserError(
-        f"the images take {_gigabytes(needed)} in the cache folder {folder}, and {_gigabytes(free)} are "
-        "free there; make room, name a cache folder on another disk, or choose a smaller input size"
-    )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1024**3:.1f} GB"
+            path.unlink(missing_ok=True)
+        except PermissionError:
+            continue

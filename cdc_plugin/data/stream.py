@@ -17,7 +17,7 @@ from cdc_plugin.data.arrays import as_pixels
 from cdc_plugin.data.images import CHUNK, Skipped, describe_source, read_squares
 from cdc_plugin.data.named import datasets
 from cdc_plugin.data.resize import Pixels, squares_from_array
-from cdc_plugin.data.rows import ArrayRows, rows_in_memory, rows_of_file
+from cdc_plugin.data.rows import ArrayRows, in_blocks, rows_in_memory, rows_of_file
 from cdc_plugin.data.source import ImageSource
 from cdc_plugin.errors import UserError
 
@@ -56,12 +56,17 @@ class ImageStream:
         """Name and reason of what could not be read."""
         return [(self.source.names[place], reason) for place, reason in self.unreadable]
 
-    def chunks(self, size: int = CHUNK) -> Iterator[Chunk]:
-        """All readable images in order, ``size`` at once; the next chunk is read while this one is used."""
+    def chunks(self, size: int = CHUNK, pieces: Sequence[range] | None = None) -> Iterator[Chunk]:
+        """The readable images in order, ``size`` at once; the next chunk is read while this one is used.
+
+        Args:
+            pieces: rising ranges of places to read, not empty; no chunk spans two of them. None is all images.
+        """
         self.unreadable.clear()
+        pieces = [range(len(self))] if pieces is None else pieces
         if isinstance(self.source, ArrayRows):
-            return _one_ahead(self._array_chunks(self.source, size))
-        chunks = self._image_chunks(self.source, size)
+            return _one_ahead(self._array_chunks(self.source, size, pieces))
+        chunks = self._image_chunks(self.source, size, pieces)
         # A reader that is not known to be thread-safe stays in the thread of the caller.
         return chunks if self.source.workers == 1 else _one_ahead(chunks)
 
@@ -74,34 +79,52 @@ class ImageStream:
         if isinstance(self.source, ImageSource):
             return _read_some(self.source, wanted, squares) if len(wanted) else (squares, [])
         start = 0
-        for block in self.source.blocks(CHUNK):
+        for block in self.source.blocks(in_blocks(range(len(self)), CHUNK)):
             inside = np.flatnonzero((wanted >= start) & (wanted < start + len(block)))
             if len(inside):
                 squares[inside] = self._squared(block[wanted[inside] - start])
             start += len(block)
         return squares, []
 
-    def _array_chunks(self, rows: ArrayRows, size: int) -> Iterator[Chunk]:
-        start = 0
-        for block in rows.blocks(size):
-            places = np.arange(start, start + len(block))
-            yield Chunk(rows.names[start : start + len(block)], places, np.array(self._squared(block)))
-            start += len(block)
+    def _array_chunks(self, rows: ArrayRows, size: int, pieces: Sequence[range]) -> Iterator[Chunk]:
+        ranges = [block for piece in pieces for block in in_blocks(piece, size)]
+        for places, block in zip(ranges, rows.blocks(ranges), strict=True):
+            names = rows.names[places.start : places.stop]
+            yield Chunk(names, np.array(places, dtype=np.int64), np.array(self._squared(block)))
 
     def _squared(self, block: NDArray[Any]) -> Pixels:
         return squares_from_array(as_pixels(block, self.description), self.side)
 
-    def _image_chunks(self, source: ImageSource, size: int) -> Iterator[Chunk]:
+    def _image_chunks(self, source: ImageSource, size: int, pieces: Sequence[range]) -> Iterator[Chunk]:
+        wanted = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        piece_of = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+        lost: Skipped = []
         places: list[int] = []
         squares: list[Pixels] = []
-        for number, square in enumerate(read_squares(source, self.side, self.unreadable, None)):
-            places.append(number + len(self.unreadable))  # all before it were yielded or skipped
-            squares.append(square)
-            if len(squares) == size:
+        piece = 0
+        for number, square in enumerate(self._read(source, wanted, lost)):
+            index = number + len(lost)  # all before it were yielded or skipped
+            if squares and (piece_of[index] != piece or len(squares) == size):
                 yield self._chunk(source, places, squares)
                 places, squares = [], []
+            piece = piece_of[index]
+            places.append(int(wanted[index]))
+            squares.append(square)
         if squares:
             yield self._chunk(source, places, squares)
+
+    def _read(self, source: ImageSource, wanted: NDArray[np.int64], lost: Skipped) -> Iterator[Pixels]:
+        """Squares of some images; what is lost is told by its place among them, and all the same as `unreadable`."""
+        known = 0
+        try:
+            for square in read_squares(_some(source, wanted), self.side, lost, None):
+                self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[known:])
+                known = len(lost)
+                yield square
+        except UserError:
+            if len(lost) < len(wanted) or len(wanted) == len(source):
+                raise  # but that none of some images can be read does not condemn the source
+        self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[known:])
 
     def _chunk(self, source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:
         return Chunk([source.names[place] for place in places], np.array(places), np.concatenate(squares))
@@ -112,11 +135,11 @@ def open_stream(source: Any, side: int) -> ImageStream:
     rows = _array_rows(source)
     if rows is None:
         known = describe_source(source, side, None)
-        if not isinstance(known.content, np.ndarray):
+        if callable(known.content):
             return ImageStream(known, side)
         rows = rows_in_memory(known.content, known.description, known.names)
     # Layouts that are no images are told here, before anything is computed.
-    as_pixels(next(rows.blocks(1), np.empty(rows.shape, rows.dtype)), rows.description)
+    as_pixels(next(rows.blocks(in_blocks(range(len(rows)), 1)), np.empty(rows.shape, rows.dtype)), rows.description)
     return ImageStream(rows, side)
 
 
@@ -143,19 +166,24 @@ def _array_rows(source: Any) -> ArrayRows | None:
 
 def _read_some(source: ImageSource, places: NDArray[np.int64], squares: Pixels) -> tuple[Pixels, list[tuple[str, str]]]:
     """Fill the squares with the readable ones of the images; returns those, and the others with the reason."""
-    read, unreadable = source.content, Skipped()
-    assert not isinstance(read, np.ndarray)
-    names = [source.names[place] for place in places]
-    some = replace(source, content=lambda index: read(int(places[index])), names=names, labels=None)
+    unreadable = Skipped()
     count = 0
     try:
-        for square in read_squares(some, squares.shape[1], unreadable, None):
+        for square in read_squares(_some(source, places), squares.shape[1], unreadable, None):
             squares[count] = square[0]
             count += 1
     except UserError:
         if len(unreadable) < len(places):  # that none of these few can be read does not condemn the source
             raise
-    return squares[:count], [(names[place], reason) for place, reason in unreadable]
+    return squares[:count], [(source.names[places[index]], reason) for index, reason in unreadable]
+
+
+def _some(source: ImageSource, places: NDArray[np.int64]) -> ImageSource:
+    """The images at the given places; only these are read."""
+    read = source.content
+    assert callable(read)
+    names = [source.names[place] for place in places]
+    return replace(source, content=lambda index: read(int(places[index])), names=names, labels=None)
 
 
 def _one_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:

@@ -76,15 +76,34 @@ class ViewSettings:
         return min(self.input_size // 2, 32) if self.cutout is None else self.cutout
 
 
-def make_views(images: Tensor, settings: ViewSettings, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain, weak and strong view of uint8 images (B, 3, S, S), in the channels-last layout.
+@dataclass(frozen=True)
+class Share:
+    """Which images of a batch are at hand: what is random is drawn for the whole batch, so that they look the same
+    whoever makes their views.
+
+    Args:
+        count: B, images of the whole batch.
+        rows: (n,) which of them.
+    """
+
+    count: int
+    rows: Tensor
+
+
+def make_views(
+    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain, weak and strong view of uint8 images (n, 3, S, S), in the channels-last layout.
 
     Convolutions on CPUs take about a third less time in that layout, and it suits GPUs as well.
+
+    Args:
+        share: which images of a batch these are; None for all of them.
     """
     views = (
         plain_view(images, settings),
-        weak_view(images, settings, generator),
-        strong_view(images, settings, generator),
+        weak_view(images, settings, generator, share),
+        strong_view(images, settings, generator, share),
     )
     plain, weak, strong = (view.contiguous(memory_format=torch.channels_last) for view in views)
     return plain, weak, strong
@@ -106,19 +125,25 @@ def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
     return _normalise(pixels, settings)
 
 
-def weak_view(images: Tensor, settings: ViewSettings, generator: torch.Generator) -> Tensor:
+def weak_view(
+    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
+) -> Tensor:
     """A random resized crop, mirrored half of the time.
 
     Args:
-        images: uint8 (B, 3, S, S).
+        images: uint8 (n, 3, S, S).
+        share: as in `make_views`.
     """
     _check(images)
-    crops = random_crops(len(images), settings.crop_scale, settings.aspect, generator)
-    flip = _random_flips(len(images), settings, generator)
+    share = share or _whole(images)
+    crops = random_crops(share.count, settings.crop_scale, settings.aspect, generator)[share.rows]
+    flip = _random_flips(share.count, settings, generator)[share.rows]
     return _normalise(warp(images.float(), crops, flip, None, settings.input_size), settings)
 
 
-def strong_view(images: Tensor, settings: ViewSettings, generator: torch.Generator) -> Tensor:
+def strong_view(
+    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
+) -> Tensor:
     """A random resized crop, mirrored half of the time, random operations and a square hole.
 
     Each slot draws one of the operations and a magnitude for every image. The geometric ones are merged with
@@ -126,19 +151,25 @@ def strong_view(images: Tensor, settings: ViewSettings, generator: torch.Generat
     another as in RandAugment would blur the image with every step and cost several times as much.
 
     Args:
-        images: uint8 (B, 3, S, S).
+        images: uint8 (n, 3, S, S).
+        share: as in `make_views`.
     """
     _check(images)
-    count, size = len(images), settings.input_size
-    crops = random_crops(count, settings.crop_scale, settings.aspect, generator)
-    flip = _random_flips(count, settings, generator)
-    drawn = torch.randint(max(len(settings.allowed), 1), (settings.operations, count), generator=generator)
-    strength = torch.rand(settings.operations, count, generator=generator)
+    share = share or _whole(images)
+    count, rows, size = share.count, share.rows, settings.input_size
+    crops = random_crops(count, settings.crop_scale, settings.aspect, generator)[rows]
+    flip = _random_flips(count, settings, generator)[rows]
+    drawn = torch.randint(max(len(settings.allowed), 1), (settings.operations, count), generator=generator)[:, rows]
+    strength = torch.rand(settings.operations, count, generator=generator)[:, rows]
     maps = _merged_maps(settings.allowed, drawn, strength)
     # Clamped, since rounding in the interpolation can leave the range by a hair.
     levels = warp(images.float(), crops, flip, maps, size).add_(0.5).clamp_(0, 255).to(torch.uint8)
     levels = _recolour(levels, settings.allowed, drawn, strength)
-    return _cut_out(_normalise(levels.float(), settings), settings.largest_hole, generator)
+    return _cut_out(_normalise(levels.float(), settings), settings.largest_hole, generator, share)
+
+
+def _whole(images: Tensor) -> Share:
+    return Share(len(images), torch.arange(len(images)))
 
 
 def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
@@ -197,13 +228,13 @@ def _normalise(pixels: Tensor, settings: ViewSettings) -> Tensor:
     return pixels.mul_(1 / (255 * std)).sub_(mean / std)
 
 
-def _cut_out(images: Tensor, largest: int, generator: torch.Generator) -> Tensor:
+def _cut_out(images: Tensor, largest: int, generator: torch.Generator, share: Share) -> Tensor:
     """Set one square of random side (1 to ``largest``) and centre in every image to 0, in place."""
     if largest == 0:
         return images
-    count, size = len(images), images.shape[3]
-    side = torch.randint(1, largest + 1, (count, 1), generator=generator)
-    first = torch.randint(size, (2, count, 1), generator=generator) - side // 2
+    count, size = share.count, images.shape[3]
+    side = torch.randint(1, largest + 1, (count, 1), generator=generator)[share.rows]
+    first = torch.randint(size, (2, count, 1), generator=generator)[:, share.rows] - side // 2
     pixel = torch.arange(size)
     inside = (pixel >= first) & (pixel < first + side)  # (2, B, size): rows, columns
     hole = inside[0].unsqueeze(2) & inside[1].unsqueeze(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from cdc_plugin.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["FORMATS", "advice", "check", "check_source", "write"]
+__all__ = ["FORMATS", "advice", "check", "check_source", "write", "write_parts"]
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,11 @@ def write(to: str, out: Path, table: np.recarray, source: str | Path) -> list[Pa
     Returns:
         The files; for ``folders`` the list of all links.
     """
-    from cdc_plugin import tables
-    from cdc_plugin.outputs import cvat, fiftyone, folders, label_studio, parquet
+    from cdc_plugin.outputs import cvat, fiftyone, folders, label_studio
     from cdc_plugin.outputs.names import image_folder
 
-    if to == "csv":
-        tables.write_table(out, table)
-        return [out]
-    if to == "parquet":
-        return parquet.write(out, table)
+    if to in ("csv", "parquet"):
+        return write_parts(to, out, [table], source)
     writer = {
         "folders": folders.write,
         "label-studio": label_studio.write,
@@ -110,6 +107,19 @@ def write(to: str, out: Path, table: np.recarray, source: str | Path) -> list[Pa
         "cvat": cvat.write,
     }[to]
     return writer(out, table, image_folder(Path(source).expanduser()))
+
+
+def write_parts(to: str, out: Path, parts: Iterable[np.recarray], source: str | Path) -> list[Path]:
+    """As `write`, for a table in parts: csv and parquet have few parts in memory at once, the others all."""
+    from cdc_plugin import tables
+    from cdc_plugin.outputs import parquet
+
+    if to == "csv":
+        tables.write_tables(out, parts)
+        return [out]
+    if to == "parquet":
+        return parquet.write(out, parts)
+    return write(to, out, tables.one_table(parts), source)
 
 
 def advice(to: str, out: Path, source: str | Path) -> str | None:

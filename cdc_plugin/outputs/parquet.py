@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,34 @@ import numpy as np
 from cdc_plugin.outputs.names import unicode_name
 from cdc_plugin.runtime import write_atomically
 
+ROWS = 131_072  # in a group, at least: small ones are slow to read
 FLAGS = ("trusted", "outlier", "selected")
 
 
-def write(out: Path, table: np.recarray) -> list[Path]:
-    r"""Columns as in the CSV: paths are strings (bytes that are not UTF-8 as ``\xff``), an index is int64."""
+def write(out: Path, tables: Iterable[np.recarray]) -> list[Path]:
+    r"""Columns as in the CSV: paths are strings (bytes that are not UTF-8 as ``\xff``), an index is int64.
+
+    Args:
+        tables: at least one, all with the same columns; few of them are in memory at once.
+    """
     import pyarrow
     from pyarrow import parquet
 
-    columns = {name: _column(pyarrow, name, table[name]) for name in table.dtype.names or ()}
-    content = pyarrow.table(columns)
-    write_atomically(out, lambda temporary: parquet.write_table(content, temporary))
+    def fill(temporary: Path) -> None:
+        contents = (
+            pyarrow.table({name: _column(pyarrow, name, table[name]) for name in table.dtype.names or ()})
+            for table in tables
+        )
+        group = [next(contents)]
+        with parquet.ParquetWriter(temporary, group[0].schema) as writer:
+            for content in contents:
+                if sum(map(len, group)) >= ROWS:
+                    writer.write_table(pyarrow.concat_tables(group))
+                    group = []
+                group.append(content)
+            writer.write_table(pyarrow.concat_tables(group))
+
+    write_atomically(out, fill)
     return [out]
 
 

@@ -36,7 +36,6 @@ from cdc_plugin.pretraining.networks import fresh_backbone, spec_of
 from cdc_plugin.pretraining.progress import COLLAPSED, PretextProgress
 from cdc_plugin.pretraining.views import PretextSettings, pretext_view
 from cdc_plugin.results import (
-    CACHE,
     CONFIG,
     HISTORY,
     LOG,
@@ -111,7 +110,7 @@ def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSe
     if size is None:
         native = native_size(config.data)
         size = min(native if native is not None and native <= SMALL_SIDE else 224, config.largest_size)
-    images = _open(config, size, folder)
+    images = _open(config, size)
     asked, config = config, resolve(config, len(images), size)
     if asked.queue not in (None, config.queue):
         log.info("a queue of %d keys, not %d: there are %d images", config.queue, asked.queue, len(images))
@@ -131,7 +130,7 @@ def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple
         raise UserError(f"{folder} is no run of {TOOL}; go on with it by cdc-refine --resume --out {folder}")
     stored = load_pretrain_config(folder / CONFIG)
     assert stored.input_size is not None
-    images = _open(stored, stored.input_size, folder)
+    images = _open(stored, stored.input_size)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
     default = PretrainConfig()
@@ -254,9 +253,8 @@ def _beneath(config: PretrainConfig) -> str:
     return name
 
 
-def _open(config: PretrainConfig, size: int, folder: Path) -> ImageSet:
-    cache = folder / CACHE
-    images = open_images(config.data, size, labels=False, root=config.data_root, cache=cache, progress=progress)
+def _open(config: PretrainConfig, size: int) -> ImageSet:
+    images = open_images(config.data, size, labels=False, root=config.data_root, progress=progress)
     for name, reason in images.skipped:
         log.warning("skipped %s: %s", name, reason)
     return images

@@ -21,7 +21,7 @@ from cdc_plugin.report.figure_tables import before_after_table, side_by_side_tab
 from cdc_plugin.report.findings import ComparedModel, Findings
 from cdc_plugin.report.gallery import ClusterCard, cluster_cards, confused_pairs, look_first
 from cdc_plugin.report.outside_table import outside_rows
-from cdc_plugin.report.quality_card import side_by_side, statements, warnings
+from cdc_plugin.report.quality_card import side_by_side, statements, training_warnings, warnings
 from cdc_plugin.report.training_chart import training_charts
 from cdc_plugin.report.words import (
     TARGET,
@@ -88,6 +88,7 @@ def render_page(findings: Findings, made: date) -> str:
         "histograms": _histograms(findings.diagrams),
         "caution": Drawing("", caution_chart(table["confidence"], correct), _caution_caption(correct)),
         "training": training_charts(findings.history),
+        "training_warnings": training_warnings(findings.label_free),
         "cluster_words": cluster_words(sizes, confidences),
         "cluster_drawing": cluster_chart(sizes, confidences),
         "card_groups": _groups(cards),

@@ -105,8 +105,21 @@ def statements(card: dict[str, Any]) -> list[Statement]:
 
 
 def warnings(card: dict[str, Any]) -> list[str]:
-    """The warnings as sentences in which no number is parted from its per cent."""
-    return [str(warning["text"]).replace(" %", f"{SPACE}%") for warning in card.get("warnings") or []]
+    """The warnings about the model as sentences in which no number is parted from its per cent."""
+    found = [_sentence(warning) for warning in card.get("warnings") or [] if "epoch" not in warning]
+    during = len(training_warnings(card))
+    if during:
+        found.append(f"Training gave {f'{during} warnings' if during > 1 else 'a warning'}: see there.")
+    return found
+
+
+def training_warnings(card: dict[str, Any]) -> list[str]:
+    """What was noticed while a run trained, epoch by epoch."""
+    return [_sentence(warning) for warning in card.get("warnings") or [] if "epoch" in warning]
+
+
+def _sentence(warning: dict[str, Any]) -> str:
+    return str(warning["text"]).replace(" %", f"{SPACE}%")
 
 
 def side_by_side(cards: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -17,6 +17,8 @@ CURVES = [
     ("selected", f"Images selected, in{SPACE}%", 100.0),
     ("confidence", f"Mean confidence, in{SPACE}%", 100.0),
     ("mini_clusters", "Mini-clusters a batch", 1.0),
+    ("largest_cluster", f"Largest cluster, in{SPACE}%", 100.0),
+    ("used_clusters", "Clusters with images", 1.0),
 ]
 
 

@@ -1,4 +1,5 @@
 import csv
+import errno
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cdc_plugin import prediction, prediction_parts, tables
 from cdc_plugin.cli_predict import EPILOG, predict_command, predict_parser
 from cdc_plugin.clusterer import Clusterer, load_model
 from cdc_plugin.core.outliers import Prototypes
@@ -41,6 +43,13 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def table_of(path: Path) -> object:
+    """What a file holds; of Parquet the rows, as its groups may differ."""
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    return path.read_bytes()
+
+
 def sort(capsys, *words: object) -> list[str]:
     """Run the command; returns the lines it printed."""
     predict_command([str(word) for word in words] + ["--device", "cpu"])
@@ -67,7 +76,8 @@ def test_help_answers_without_torch_or_numpy():
 
 def test_every_option_of_the_help_examples_exists():
     known = {option for action in predict_parser()._actions for option in action.option_strings}
-    assert {word for word in EPILOG.split() if word.startswith("--")} <= known
+    torchruns = {"--nproc-per-node"}
+    assert {word.rstrip(":") for word in EPILOG.split() if word.startswith("--")} <= known | torchruns
 
 
 def test_a_threshold_marks_rows_and_drops_none(capsys, model, photos, tmp_path):
@@ -105,6 +115,54 @@ def test_nothing_and_everything_selected_are_said_plainly(capsys, model, photos,
     surest = max(row["confidence"] for row in rows_of(tmp_path / "new.csv"))
     assert line == f"no image selected: the surest has confidence {surest}"
     assert {row["selected"] for row in rows_of(tmp_path / "new.csv")} == {"0"}
+
+
+@pytest.mark.parametrize("name", ["new.csv", "new.parquet", "new.json", "new.xml", "sorted"])
+@pytest.mark.parametrize("wish", [[], ["--min-confidence", 0.8], ["--target-accuracy", 0.85]], ids=str)
+def test_many_images_in_parts_are_written_as_few_in_one_are(capsys, model, photos, tmp_path, monkeypatch, name, wish):
+    tools = {"new.json": "label-studio", "new.xml": "cvat", "sorted": "folders"}
+    to = ["--to", tools[name]] if name in tools else []
+    (photos / "image 011.png").write_bytes(b"x")
+    written, said = [], []
+    for size in (8192, 8):
+        monkeypatch.setattr(prediction_parts, "PART", size)
+        words = ["--model", model, "--data", photos, "--out", tmp_path / name, "--batch-size", 8, *to, *wish]
+        said.append(sort(capsys, *words, "--overwrite"))
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and not {"run", "photos"} & set(path.parts)]
+        assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+        written.append({path: table_of(path) for path in files})
+    assert said[0] == said[1]
+    assert written[0] == written[1]
+
+
+def test_images_in_parts_are_drawn_for_an_audit_as_all_at_once_are(capsys, model, photos, tmp_path, monkeypatch):
+    sheets = []
+    for size in (8192, 8):
+        monkeypatch.setattr(prediction_parts, "PART", size)
+        sort(capsys, "--model", model, "--data", photos, "--out", tmp_path / "check", "--audit", 9, "--overwrite")
+        sheets.append((tmp_path / "check" / "audit.csv").read_bytes())
+    assert sheets[0] == sheets[1]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_table_that_cannot_be_written_leaves_the_parts_for_the_next_time(
+    capsys, model, photos, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(prediction_parts, "PART", 8)
+    words = ["--model", model, "--data", photos, "--out", tmp_path / "new.csv"]
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(tables, "_cell", full)
+        assert "no space left while writing" in refuse(capsys, *words, "--device", "cpu")
+    assert len(list((tmp_path / ".new.csv.parts").glob("*.npz"))) == 4
+    with monkeypatch.context() as fault:
+        fault.setattr(prediction, "_columns", full)  # nothing is computed again
+        sort(capsys, *words, "--min-confidence", 0.9)
+    assert len(rows_of(tmp_path / "new.csv")) == 30
+    assert not (tmp_path / ".new.csv.parts").exists()
 
 
 def test_without_a_wish_there_is_no_column_of_selected_images(capsys, model, photos, tmp_path):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cdc_plugin import engine
 from cdc_plugin.config import RefineConfig
 from cdc_plugin.core.selection import Seen, Selection, Selector
-from cdc_plugin.engine import Refiner, Views
+from cdc_plugin.engine import NotFiniteError, Refiner, Views
 from cdc_plugin.errors import UserError
 from cdc_plugin.heads import ClusterHead
 
@@ -58,8 +58,8 @@ def views(seed: int = 0, count: int = 24, size: int = 10) -> Views:
     return Views(*(plain + n for n in noise), torch.arange(count))
 
 
-def batches(epoch: int) -> list[Views]:
-    return [views(10 * epoch), views(10 * epoch + 1)]
+def batches(epoch: int, done: int = 0) -> list[Views]:
+    return [views(10 * epoch), views(10 * epoch + 1)][done:]
 
 
 def fit(refiner: Refiner) -> list[dict[str, float]]:
@@ -288,21 +288,21 @@ def test_an_unknown_selection_is_refused():
         make(settings(selection="confidnt"))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
+def test_a_loss_that_is_not_finite_is_told():
     refiner = make(settings())
     broken = views()
     broken.strong[:] = float("nan")
     refiner.select = trust(1)
-    with pytest.raises(UserError, match=r"not finite in epoch 1.*lr_backbone=0\.001"):
+    with pytest.raises(NotFiniteError):
         refiner.train_batch(broken, torch.Generator())
 
 
 @pytest.mark.parametrize("mini_clusters", [6, None])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_backbone_that_has_diverged_ends_the_run_with_advice(mini_clusters, value):
+def test_a_backbone_that_has_diverged_is_told(mini_clusters, value):
     refiner = make(settings(mini_clusters=mini_clusters))
     nn.init.constant_(refiner.backbone[0].weight, value)
-    with pytest.raises(UserError, match="not finite in epoch 1"):
+    with pytest.raises(NotFiniteError):
         refiner.train_batch(views(), torch.Generator())
 
 

@@ -39,9 +39,9 @@ def views(rows: Tensor, seed: int) -> Views:
     return Views(*(plain + n for n in noise), rows)
 
 
-def batches(epoch: int) -> list[Views]:
+def batches(epoch: int, done: int = 0) -> list[Views]:
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(epoch))
-    return [views(part, 10 * epoch + number) for number, part in enumerate(order.split(12))]
+    return [views(part, 10 * epoch + number) for number, part in enumerate(order.split(12))][done:]
 
 
 def fit(made: Refiner) -> list[dict[str, float]]:

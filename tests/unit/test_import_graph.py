@@ -9,20 +9,20 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cdc_plugin"
 LAYERS = [
     {"__main__", "cli_compare", "cli_evaluate", "cli_export", "cli_inspect", "cli_predict", "cli_pretrain"},
     {"cli", "integrations"},
-    {"comparison"},
+    {"comparison", "prediction_parts"},
     {"pipeline", "planning", "assessment", "prediction", "pretrain_demo", "pretraining", "exports", "inspection"},
-    {"answers", "audit", "preparation"},
-    {"batches", "inputs", "report"},
+    {"answers", "audit", "preparation", "faults"},
+    {"batches", "inputs", "report", "run_state"},
     {"references"},
     {"baselines", "engine", "evaluation", "augmentation", "initialisation"}
-    | {"diagnosis", "quality", "hub", "outputs", "subjects"},
-    {"clusterer", "hub_card"},
+    | {"diagnosis", "guard", "quality", "hub", "outputs", "subjects"},
+    {"clusterer", "hub_card", "features", "part_files"},
     {"data", "checkpoints", "tracking", "trackers", "results"},
     {"tables"},
-    {"model", "heads", "runtime"},
+    {"model", "heads", "runtime", "batchnorm"},
     {"core", "metrics", "selective"},
-    {"config", "registry", "demo"},
-    {"errors"},
+    {"config", "registry", "demo", "world"},
+    {"errors", "signals"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 

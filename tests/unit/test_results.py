@@ -1,4 +1,7 @@
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,10 @@ def fill(folder, *names):
         (folder / name).write_text("content")
 
 
+def begun(folder):
+    (folder / "config.yaml").write_text("data: x\nepochs: 3\nseed: 0\nprecision: float32\n")
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -34,7 +41,7 @@ def test_folders_of_runs_without_a_name_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = [str(prepare_folder(None, "my photos!", resume=False, overwrite=False)) for _ in range(3)]
     assert made == [os.path.join("cdc-runs", f"my-photos-{number}") for number in (1, 2, 3)]
-    fill(tmp_path / made[-1], "config.yaml")
+    begun(tmp_path / made[-1])
     assert str(prepare_folder(None, "my photos!", resume=True, overwrite=False)) == made[-1]
     assert str(prepare_folder(None, "my photos!", resume=False, overwrite=True)) == made[-1]
     assert str(prepare_folder(None, "other", resume=False, overwrite=False)).endswith("other-1")
@@ -59,7 +66,8 @@ def test_overwrite_removes_the_files_of_a_run_and_no_other(tmp_path):
 
 
 def test_resume_removes_nothing_but_half_written_files(tmp_path):
-    fill(tmp_path, "config.yaml", "last.pt", "notes.txt", ".last.pt.k3_x9qzb", ".last.pt.backup", ".vimrc")
+    fill(tmp_path, "last.pt", "notes.txt", ".last.pt.k3_x9qzb", ".last.pt.backup", ".vimrc")
+    begun(tmp_path)
     prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
     assert names_in(tmp_path) == sorted(["config.yaml", "last.pt", "notes.txt", ".last.pt.backup", ".vimrc"])
 
@@ -78,6 +86,34 @@ def test_resume_refuses_a_folder_that_no_run_wrote(tmp_path):
     fill(tmp_path, "thesis.tex")
     with pytest.raises(UserError, match=r"nothing to resume .* no config\.yaml"):
         prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
+
+
+@pytest.mark.parametrize("text", ["", "data: x\n", "data: x\nepochs: 3\nseed: 0\npreci"])
+def test_settings_that_were_cut_are_not_filled_up_with_defaults(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml is not whole .*precision.*--overwrite"):
+        prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be locked here")
+def test_a_folder_that_another_process_writes_to_is_refused_until_it_ends_in_any_way(tmp_path):
+    code = (
+        "import sys; from cdc_plugin.results import prepare_folder;"
+        "prepare_folder(sys.argv[1], 'x', resume=False, overwrite=True); print(flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    with pytest.raises(UserError, match=r"another run is writing to .*another --out"):
+        prepare_folder(str(tmp_path), "x", resume=False, overwrite=True)
+    other.kill()
+    other.communicate()
+    assert prepare_folder(str(tmp_path), "x", resume=False, overwrite=True) == tmp_path
 
 
 def test_a_run_that_never_started_leaves_no_folder(tmp_path, monkeypatch):

@@ -103,6 +103,13 @@ def test_seeds_are_points_and_a_large_set_is_seeded_on_a_sample():
     assert torch.cdist(centers, points).min(dim=1).values.max() < 1e-3
 
 
+def test_seeds_are_the_same_whether_all_distances_fit_into_memory_or_not(monkeypatch):
+    points = torch.randint(-8, 9, (60, 4), generator=seeded()).float()  # whole numbers: no rounding
+    expected = seed_centers(points, 30, seeded(1))
+    monkeypatch.setattr("cdc_plugin.core.kmeans._PAIRS", 0)
+    assert torch.equal(seed_centers(points, 30, seeded(1)), expected)
+
+
 def test_duplicates_take_one_seed_each_before_any_repeats():
     points = torch.eye(4).repeat_interleave(25, dim=0)
     for seed in range(5):

@@ -1,15 +1,11 @@
-import errno
-import json
-import shutil
-from collections import namedtuple
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
-from cdc_plugin.data import ImageSource, native_size, open_images, storage_size, store
+from cdc_plugin.data import native_size, open_images, storage_size
+from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.source import digest_of, digest_of_array
 from cdc_plugin.errors import UserError
 
@@ -94,7 +90,8 @@ def test_npz_with_labels_and_npy_without(tmp_path):
     assert images.labels.dtype == np.int64
     np.save(tmp_path / "b.npy", PIXELS)
     mapped = open_images(str(tmp_path / "b.npy"))
-    assert isinstance(mapped.images.base, np.memmap) or isinstance(mapped.images, np.memmap)
+    assert isinstance(mapped.images, RowFile)
+    assert (mapped.images[:] == PIXELS).all()
     assert mapped.labels is None
     assert native_size(tmp_path / "b.npy") == 20
     assert mapped.batch([0]).shape == (1, 3, 20, 20)
@@ -203,87 +200,3 @@ def test_digests_tell_content_and_borders_apart():
     changed[3, 1, 1, 1] ^= 1
     assert digest_of_array(changed) != digest_of_array(PIXELS)
     assert digest_of_array(PIXELS.reshape(6, 10, 40, 3)) != digest_of_array(PIXELS)
-
-
-@pytest.fixture
-def small_limit(monkeypatch):
-    monkeypatch.setattr(store, "MEMORY_LIMIT", 1000)
-
-
-def test_large_sets_are_kept_on_disk_and_used_again(tmp_path, small_limit):
-    reads = []
-
-    def read(index):
-        reads.append(index)
-        return Image.fromarray(PIXELS[index])
-
-    source = ImageSource(read, list("abcdef"), np.arange(6), None, "digest", "somewhere")
-    cache = tmp_path / "deep" / "cache"
-    first = open_images(source, 20, cache=cache)
-    assert isinstance(first.images, np.memmap)
-    assert (first.images == PIXELS).all()
-    assert {path.name for path in cache.iterdir()} == {"images-digest-20.u8", "images-digest-20.json"}
-    again = open_images(source, 20, cache=cache)
-    assert len(reads) == 6
-    assert (again.images == PIXELS).all()
-    assert again.labels.tolist() == [*range(6)]
-    first.batch([0])[0, 0, 0, 0] = 9
-    assert (open_images(source, 20, cache=cache).images == PIXELS).all()
-
-
-def test_what_was_skipped_and_labelled_survives_in_the_cache(tmp_path, small_limit):
-    dataset = Items([(PIXELS[0], 4), OSError("gone"), (PIXELS[2], 5)])
-    first, again = (open_images(dataset, 20, cache=tmp_path) for _ in range(2))
-    for images in (first, again):
-        assert (images.images == PIXELS[[0, 2]]).all()
-        assert images.labels.tolist() == [4, 5]
-        assert images.skipped == [("1", "OSError: gone")]
-
-
-def test_cache_that_is_not_whole_is_made_again(tmp_path, small_limit):
-    images = open_images(PIXELS, 32, cache=tmp_path)
-    (file,) = tmp_path.glob("*.u8")
-    expected = np.array(images.images)
-    file.write_bytes(file.read_bytes()[:-1])
-    assert (open_images(PIXELS, 32, cache=tmp_path).images == expected).all()
-    file.with_suffix(".json").write_text(json.dumps({"count": "?"}))
-    assert (open_images(PIXELS, 32, cache=tmp_path).images == expected).all()
-
-
-def test_without_a_cache_folder_images_stay_in_memory(small_limit):
-    assert not isinstance(open_images(PIXELS, 32).images, np.memmap)
-
-
-def test_too_little_disk_is_said_before_anything_is_read(tmp_path, small_limit, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 9, 1))
-    with pytest.raises(UserError, match="GB are free"):
-        open_images(PIXELS, 32, cache=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_disk_that_fills_up_leaves_no_file_behind(tmp_path, small_limit, monkeypatch):
-    real = store.DiskStore.__init__
-
-    class Full:
-        def write(self, data):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self):
-            pass
-
-    def start(self, entry, count):
-        real(self, entry, count)
-        self._file.close()
-        self._file = Full()
-
-    monkeypatch.setattr(store.DiskStore, "__init__", start)
-    with pytest.raises(UserError, match="make room"):
-        open_images(PIXELS, 32, cache=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_cache_folder_that_is_a_file_is_refused(tmp_path, small_limit):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="can not be written"):
-        open_images(PIXELS, 32, cache=tmp_path / "file")

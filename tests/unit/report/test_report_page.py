@@ -155,6 +155,18 @@ def test_names_that_look_like_html_are_shown_as_they_are(findings):
     assert page.text.count(HOSTILE) >= 10
 
 
+def test_what_was_noticed_during_training_is_told_there_and_pointed_at_in_short(findings):
+    noticed = [{"kind": "y", "text": f"After epoch {epoch}: shrinks.", "epoch": epoch} for epoch in (1, 3)]
+    both = {"warnings": [{"kind": "x", "text": "Take care."}, *noticed]}
+    short, _, rest = page_of(replace(findings, label_free=both)).text.partition("Quality without labels")
+    assert "Take care." in short
+    assert "Training gave 2 warnings: see there." in short
+    assert "After epoch" not in short
+    assert rest.index("After epoch 1: shrinks.") < rest.index("After epoch 3: shrinks.")
+    one = page_of(replace(findings, label_free={"warnings": noticed[:1]})).text
+    assert "Training gave a warning: see there." in one
+
+
 def test_names_that_are_not_unicode_can_be_written(findings, tmp_path):
     names = [f"caf\udce9 \x00 \ud800 {index}.png" for index in range(200)]
     odd = replace(findings, title="\udcff", images=replace(findings.images, names=names, skipped=[(names[0], "\x1b")]))

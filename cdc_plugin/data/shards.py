@@ -1,0 +1,194 @@
+"""Tar shards, as webdataset writes them: images are read at their place in the archive, and nothing is unpacked."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import re
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from cdc_plugin.data.cache import entry, load_arrays, save_arrays, used
+from cdc_plugin.data.decode import decode_bytes
+from cdc_plugin.data.folder import WORKERS
+from cdc_plugin.data.folder_index import KEPT_FROM, is_image_name, pack_names, state_of, unpack_names
+from cdc_plugin.data.source import ImageSource, UnreadableImageError, digest_of, labels_by_class
+from cdc_plugin.errors import UserError
+
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+LABEL_KEYS = ("label", "class", "cls")
+LARGEST_NOTE = 1 << 20  # bytes of a .json that are read for a label
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Members:
+    """Images in shards: (N, 3) int64 shard, offset and size of each, their names, and a label each or none at all."""
+
+    names: list[str]
+    places: NDArray[np.int64]
+    labels: list[str]
+
+
+def shard_files(source: str) -> list[Path] | None:
+    """The shards that a path, a pattern, a range or a folder of nothing else names; None for any other path."""
+    text = os.path.expanduser(source)
+    if text.lower().endswith(PACKED) and (os.path.isfile(text) or RANGE.search(text) or "*" in text):
+        raise UserError(f"{source} is compressed, so images in it can not be found by their place; gunzip it to .tar")
+    if os.path.isdir(text):
+        with os.scandir(text) as found:
+            items = [item for item in found if not item.name.startswith(".")]
+        tars = sorted(item.path for item in items if item.name.lower().endswith(".tar"))
+        alone = not any(item.is_dir() or is_image_name(item.name) for item in items)
+        return [Path(path) for path in tars] if tars and alone else None
+    if not text.lower().endswith(".tar"):
+        return None
+    paths = [place for pattern in _expanded(text) for place in _matching(pattern)]
+    missing = next((path for path in paths if not os.path.isfile(path)), None)
+    if missing is not None or not paths:
+        raise UserError(f"no shard at {missing or source}; expected tar files such as 'shards/*.tar'; check the path")
+    return [Path(path) for path in paths]
+
+
+def shards_source(shards: list[Path], side: int, description: str) -> ImageSource:
+    """The images in tar files, in their order there; labels where every image has a .cls or .json with one."""
+    members = _members(shards)
+    if not members.names:
+        raise UserError(f"no images in the {len(shards)} shards of {description}; expected .jpg, .png, ... members")
+    paths, places = [os.fspath(shard) for shard in shards], members.places
+
+    def read(index: int) -> Image.Image:
+        shard, offset, size = places[index].tolist()
+        try:
+            with open(paths[shard], "rb") as file:  # opened for each: there may be more shards than open files
+                file.seek(offset)
+                content = file.read(size)
+        except OSError as error:
+            raise UnreadableImageError(f"{type(error).__name__}: {error.strerror}") from error
+        if len(content) < size:
+            raise UnreadableImageError("the shard ends within it")
+        return decode_bytes(content, side)
+
+    labels, class_names = _numbered(members.labels)
+    return ImageSource(
+        content=read,
+        names=members.names,
+        labels=labels,
+        class_names=class_names,
+        digest=digest_of(f"{name} {state_of(path)}" for name, path in zip(_titles(shards), paths, strict=True)),
+        description=description,
+        workers=WORKERS,
+    )
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """``a-{008..010}.tar`` as a-008.tar, a-009.tar, a-010.tar."""
+    match = RANGE.search(text)
+    if match is None:
+        yield text
+        return
+    first, last = match.groups()
+    for number in range(int(first), int(last) + 1):
+        yield from _expanded(f"{text[: match.start()]}{number:0{len(first)}d}{text[match.end() :]}")
+
+
+def _matching(pattern: str) -> list[str]:
+    return sorted(glob.glob(pattern)) if glob.has_magic(pattern) and not os.path.exists(pattern) else [pattern]
+
+
+def _titles(shards: list[Path]) -> list[str]:
+    """What the shards are called in names of images: short, but each in its own way."""
+    stems = [shard.stem for shard in shards]
+    return stems if len(set(stems)) == len(stems) else [shard.with_suffix("").as_posix() for shard in shards]
+
+
+def _members(shards: list[Path]) -> Members:
+    """All images of the shards; from the cache if no shard has changed since they were listed."""
+    titles, states = _titles(shards), np.array([state_of(shard) for shard in shards], dtype=np.int64)
+    kept = entry("index", digest_of(["tar", *(os.path.realpath(shard) for shard in shards)]), "npz")
+    arrays = None if kept is None or not kept.is_file() else load_arrays(kept)
+    if kept is not None and arrays is not None and np.array_equal(arrays.get("states", ()), states):
+        used(kept)
+        labels = unpack_names(arrays["labels"])
+        return Members(unpack_names(arrays["names"]), arrays["places"], labels)
+    found: dict[str, tuple[int, int, int]] = {}
+    notes: dict[str, str] = {}
+    for number, (shard, title) in enumerate(zip(shards, titles, strict=True)):
+        _list_shard(shard, title, number, found, notes)
+    said = [notes.get(_key(name)) for name in found]
+    whole = [label for label in said if label is not None]
+    places = np.array(list(found.values()), dtype=np.int64).reshape(-1, 3)
+    members = Members(list(found), places, whole if len(whole) == len(said) else [])
+    if kept is not None and len(found) >= KEPT_FROM:
+        packed = {"names": pack_names(members.names), "labels": pack_names(members.labels)}
+        save_arrays(kept, {**packed, "places": places, "states": states})
+    return members
+
+
+def _list_shard(
+    shard: Path, title: str, number: int, found: dict[str, tuple[int, int, int]], notes: dict[str, str]
+) -> None:
+    """Add the images of a shard, and the labels that its notes hold; links and the like are passed over."""
+    try:
+        # "r:" is without compression, so that a place in the archive is a place in the file.
+        with tarfile.open(shard, "r:") as archive:
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # type: ignore[attr-defined]  # else the archive remembers them all
+                base = member.name.rsplit("/", 1)[-1]
+                if not member.isreg() or member.sparse is not None or base.startswith("."):
+                    continue
+                name = f"{title}/{member.name.removeprefix('./')}"
+                if is_image_name(base):
+                    found[name] = (number, member.offset_data, member.size)
+                elif base.endswith((".cls", ".json")) and member.size <= LARGEST_NOTE:
+                    label = _label(archive.extractfile(member), base)
+                    if label is not None:
+                        notes[_key(name)] = label
+    except (tarfile.ReadError, OSError) as error:
+        if found and next(reversed(found.values()))[0] == number:
+            log.warning("%s ends early (%s): what is before that is used", shard, error)
+            return
+        raise UserError(
+            f"{shard} can not be read as a tar file ({error}); gunzip it if it is compressed, else fetch it again"
+        ) from error
+
+
+def _key(name: str) -> str:
+    """What the files of one sample have in common: all up to the first dot of the file's own name."""
+    above, slash, base = name.rpartition("/")
+    return above + slash + base.split(".", 1)[0]
+
+
+def _label(content: IO[bytes] | None, base: str) -> str | None:
+    if content is None:
+        return None
+    try:
+        text = content.read().decode("utf-8").strip()
+        value: Any = text
+        if base.endswith(".json"):
+            facts = json.loads(text)
+            value = next((facts[key] for key in LABEL_KEYS if key in facts), None) if isinstance(facts, dict) else None
+    except ValueError:
+        return None
+    usable = isinstance(value, str | int) and not isinstance(value, bool) and "\0" not in str(value)
+    return str(value) if usable and str(value) else None
+
+
+def _numbered(labels: list[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
+    """Whole numbers as they are, words by their class; for reporting only."""
+    if not labels:
+        return None, None
+    if all(re.fullmatch(r"-?\d{1,18}", label) for label in labels):
+        return np.array([int(label) for label in labels], dtype=np.int64), None
+    return labels_by_class(labels)

@@ -1,0 +1,115 @@
+"""The features of all images: each process has those of its own share, in memory or, where they are many, on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdc_plugin.data.cache import cache_folder, entry, make_room, used
+from cdc_plugin.data.row_file import RowFile, RowWriter
+from cdc_plugin.errors import UserError
+from cdc_plugin.world import ALONE, World
+
+BLOCK = 8192
+IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does not grow with the number of images
+# Rows that k-means and its like see at once; of larger sets a random sample. At least so many a cluster.
+SAMPLE, SAMPLE_A_CLUSTER = 20_000, 50
+
+
+def find_rows(key: str | None, shape: tuple[int, ...]) -> Tensor | RowFile | None:
+    """Rows of this shape that were kept under this key, or None."""
+    path = None if key is None else entry("features", key, "f32")
+    try:
+        if path is None or path.stat().st_size != _bytes(shape):
+            return None
+        found = RowFile(path, shape, np.float32)
+    except OSError:
+        return None
+    used(path)
+    return torch.from_numpy(found[:]) if _bytes(shape) <= IN_MEMORY else found
+
+
+def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor | RowFile:
+    """Rows of this shape that come part by part: few in memory, many in a file of the cache.
+
+    Args:
+        key: by which `find_rows` finds them again; None where nobody will ask.
+    """
+    path = None if key is None else entry("features", key, "f32")
+    if _bytes(shape) <= IN_MEMORY:
+        rows = torch.cat(list(parts))
+        if path is not None:
+            with contextlib.suppress(UserError):  # a full disk, say; they are at hand all the same
+                _write(path, shape, [rows])
+        return rows
+    if path is not None:
+        _write(path, shape, parts)
+        return RowFile(path, shape, np.float32)
+    # Of use to this process only: the file is gone when the process ends, however it ends.
+    with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as folder:
+        _write(Path(folder) / "rows", shape, parts)
+        return RowFile(Path(folder) / "rows", shape, np.float32)
+
+
+def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> None:
+    make_room(path, _bytes(shape))
+    with RowWriter(path, shape[0], shape[1:], np.float32) as writer:
+        first = 0
+        for part in parts:
+            writer.put(first, part.numpy())
+            first += len(part)
+        writer.finish()
+
+
+def _bytes(shape: tuple[int, ...]) -> int:
+    return 4 * prod(shape)
+
+
+@dataclass(frozen=True)
+class Features:
+    """(N, D) features.
+
+    Args:
+        own: (n, D) those of this process's share of the images (see `World.share_of`), on the CPU.
+        count: N.
+    """
+
+    own: Tensor | RowFile
+    count: int
+    world: World = ALONE
+
+    def __len__(self) -> int:
+        return self.count
+
+    def blocks(self) -> Iterator[Tensor]:
+        """This process's features, block by block."""
+        for start in range(0, len(self.own), BLOCK):
+            rows = self.own[start : start + BLOCK]
+            yield rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
+
+    def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:
+        """What ``work`` makes of every row, (N, ...), from blocks of this process and all others."""
+        done = [work(block).cpu() for block in self.blocks()]
+        owned = [torch.arange(self.count).tensor_split(self.world.size)[rank] for rank in range(self.world.size)]
+        return self.world.gather(torch.cat(done), owned)
+
+    def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
+        most = max(SAMPLE, SAMPLE_A_CLUSTER * clusters)
+        if self.count <= most:
+            return self.map(lambda block: block), torch.arange(self.count)
+        chosen = torch.randperm(self.count, generator=generator)[:most].sort().values
+        shares = torch.arange(self.count).tensor_split(self.world.size)
+        owned = [((chosen >= share[0]) & (chosen <= share[-1])).nonzero().flatten() for share in shares]
+        first = int(shares[self.world.rank][0])
+        rows = self.own[(chosen[owned[self.world.rank]] - first).numpy()]
+        own = rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
+        return self.world.gather(own, owned), chosen

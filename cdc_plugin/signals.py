@@ -1,0 +1,110 @@
+"""The word of a cluster that a process has to go: SIGTERM, and SIGUSR1, which SLURM's ``--signal`` sends ahead of it.
+
+A command ends at once, as by Ctrl-C; while it trains it may ask for time to save its state: `noticing_termination`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+# Within so many seconds a second signal is an echo of the first: SLURM tells every process of a job step, and
+# torchrun passes on to its processes what they have been told already.
+ECHO = 2.0
+
+
+class Terminated(KeyboardInterrupt):
+    """Somebody asked this process to end. What holds for Ctrl-C holds for it: no ``except Exception`` may stop it."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        self.name = signal.Signals(number).name
+        self.exit_code = 128 + number  # as shells report it
+        super().__init__(f"stopped by {self.name}")
+
+
+@dataclass
+class Notice:
+    """Whether this process was asked to end, and by which signal."""
+
+    number: int | None = None
+
+    @property
+    def asked(self) -> bool:
+        return self.number is not None
+
+    def end(self) -> None:
+        """End now, if asked; to be called when everything worth keeping is on disk."""
+        if self.number is not None:
+            raise Terminated(self.number)
+
+
+@contextlib.contextmanager
+def ending_on_termination() -> Iterator[None]:
+    """In here a signal raises `Terminated` in the main thread at once, so that files under way are cleaned up."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        if not _is_echo():
+            raise Terminated(number)
+
+    with _handled(end):
+        yield
+
+
+@contextlib.contextmanager
+def noticing_termination() -> Iterator[Notice]:
+    """In here the first signal is noted, for the caller to look at and to end when it has saved; a second one raises.
+
+    Whoever is asked but does not end by itself is ended when it leaves. In another thread than the main one, which
+    cannot handle signals, and where a script handles them in its own way, nothing is ever asked.
+    """
+    notice = Notice()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if _is_echo():
+            return
+        if notice.asked:
+            raise Terminated(number)
+        notice.number = number
+
+    with _handled(note):
+        yield notice
+    notice.end()
+
+
+_heard = [-math.inf]  # when the last signal came; signals are the whole process's
+
+
+def _is_echo() -> bool:
+    now = time.monotonic()
+    echo = now - _heard[0] < ECHO
+    _heard[0] = _heard[0] if echo else now
+    return echo
+
+
+Handler = Callable[[int, FrameType | None], None]
+_ours: list[Handler] = []
+
+
+@contextlib.contextmanager
+def _handled(handler: Handler) -> Iterator[None]:
+    earlier: dict[int, Handler | int | None] = {}
+    if threading.current_thread() is threading.main_thread():
+        # Handlers of a script or of Lightning, and signals that somebody has chosen to ignore, are left alone.
+        free = (signal.SIG_DFL, *_ours)
+        earlier = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) in free}
+    _ours.append(handler)
+    try:
+        for number in earlier:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, former in earlier.items():
+            signal.signal(number, former)
+        _ours.remove(handler)

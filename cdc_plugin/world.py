@@ -1,0 +1,187 @@
+"""The processes of a run: one, or as many as ``torchrun`` starts, on one machine or several.
+
+The backbone is data-parallel: every process has its share of each batch. What the backbone gives is gathered, so
+that all processes have the whole batch for selection, targets and heads, and train as one process would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cdc_plugin.errors import UserError
+
+Shared = TypeVar("Shared")
+PATIENCE = datetime.timedelta(hours=2)  # that processes wait for another, which may be reading all images
+
+
+@dataclass(frozen=True)
+class World:
+    """Which of how many processes this is; the default is a process of its own, for which nothing is exchanged.
+
+    Args:
+        local_rank: which process on this machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that writes files and speaks."""
+        return self.rank == 0
+
+    def share_of(self, count: int) -> Tensor:
+        """Which of ``count`` things are this process's: a near-equal run of consecutive ones."""
+        return torch.arange(count).tensor_split(self.size)[self.rank]
+
+    def from_main(self, make: Callable[[], Shared]) -> Shared:
+        """What ``make`` gives in the main process, in all of them; the others do not call it."""
+        if self.size == 1:
+            return make()
+        carried: list[Any] = [None]
+        if self.main:
+            try:
+                carried = [make()]
+            except UserError as error:  # the others must not wait for what will never come
+                dist.broadcast_object_list([error], src=0, device=torch.device("cpu"))
+                raise
+        dist.broadcast_object_list(carried, src=0, device=torch.device("cpu"))
+        if isinstance(carried[0], UserError):
+            carried[0].told = True
+            raise carried[0]
+        return carried[0]
+
+    def wait(self) -> None:
+        """Go on when all processes have come here."""
+        if self.size > 1:
+            dist.monitored_barrier(timeout=PATIENCE) if _on_cpu() else dist.barrier()
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up in any process."""
+        if self.size == 1:
+            return flag
+        raised = torch.tensor(float(flag))
+        dist.all_reduce(raised)
+        return bool(raised > 0)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """The main process's values, in place: devices may round differently."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def gather(self, rows: Tensor, owned: Sequence[Tensor]) -> Tensor:
+        """Rows of all processes in order.
+
+        Args:
+            rows: (n, ...) those of this process.
+            owned: for each process, the places (n,) of its rows among all.
+        """
+        if self.size == 1:
+            return rows
+        largest = max(len(places) for places in owned)
+        padded = rows.new_zeros(largest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in owned]
+        dist.all_gather(parts, padded.contiguous())
+        whole = rows.new_empty(sum(map(len, owned)), *rows.shape[1:])
+        for places, part in zip(owned, parts, strict=True):
+            whole[places.to(rows.device)] = part[: len(places)]
+        return whole
+
+    def gather_with_gradient(self, rows: Tensor, owned: Sequence[Tensor]) -> Tensor:
+        """As `gather`, for a loss that all processes compute alike on the whole; its gradient reaches the own rows."""
+        return rows if self.size == 1 else _Gathered.apply(rows, self, owned)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: Tensor, world: World, owned: Sequence[Tensor]) -> Tensor:
+        context.places = owned[world.rank]
+        return world.gather(rows.detach(), owned)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[context.places.to(gradient.device)], None, None
+
+
+ALONE = World()
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How a batch is dealt to the processes: each has a near-equal share of every sub-batch.
+
+    Args:
+        sub_batches: (m,) rows of the batch, for each sub-batch.
+        owned: for each process, its rows of the batch, sub-batch after sub-batch.
+        shares: for each sub-batch and process, its rows of the sub-batch.
+    """
+
+    sub_batches: list[Tensor]
+    owned: list[Tensor]
+    shares: list[list[Tensor]]
+
+
+def deal(count: int, sub_batches: int, processes: int) -> Deal:
+    """Deal ``count`` images in so many sub-batches."""
+    parts = list(torch.arange(count).tensor_split(sub_batches))
+    shares = [list(torch.arange(len(part)).tensor_split(processes)) for part in parts]
+    owned = [
+        torch.cat([part[share[process]] for part, share in zip(parts, shares, strict=True)])
+        for process in range(processes)
+    ]
+    return Deal(parts, owned, shares)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[World]:
+    """Join the processes that ``torchrun`` has started; without it, a world of one."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count == "1" or "RANK" not in os.environ:
+        yield ALONE
+        return
+    if dist.is_initialized():  # a script of the user's own has joined already
+        yield World(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"the {count} processes that WORLD_SIZE names did not find each other ({reason[:150]}); start all of them "
+            "with torchrun and the same --rdzv-endpoint, or unset WORLD_SIZE and RANK to run alone"
+        ) from error
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), local_rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def restarted() -> bool:
+    """Whether ``torchrun`` or SLURM has started this command again after a fault: then it goes on with its run."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdigit() and int(count) > 0 for count in counts)
+
+
+def _on_cpu() -> bool:
+    return not torch.cuda.is_available()

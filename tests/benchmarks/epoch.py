@@ -1,0 +1,195 @@
+"""One epoch of the real run, split into its parts, against the floor: the backbone's own passes on ready tensors.
+
+The floor is measured after every batch, in the same process, so that whatever slows the machine slows both. It has
+two parts: the passes without gradient, and forward and backward. Ratio (a) is to both, "the passes of the
+algorithm"; ratio (b) is to forward and backward of one view of every image alone, whatever else a run computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from material import digits_file, resnet18
+from measure import Found, Limit, Setting, Stopwatch, replaced, timed
+from torch import Tensor, nn
+
+from cdc_plugin import batches, engine, heads, pipeline
+from cdc_plugin.data.images import ImageSet
+from cdc_plugin.engine import Refiner
+from cdc_plugin.inputs import configure
+from cdc_plugin.model import Backbone
+
+EPOCH, NO_GRADIENT, FORWARD, BACKWARD, HEADS = "rest", "forwards without gradient", "forward", "backward", "heads"
+BACKBONE = (NO_GRADIENT, FORWARD, BACKWARD)
+EVALUATION, SAVING, FLOOR = "evaluation", "saving", "floor"
+STAGES = ("images and features", "initialisation", "final evaluation and report")
+MOST_TIMES_THE_PASSES, MOST_BESIDE_THE_BACKBONE = 1.25, 0.10
+
+
+def epoch(setting: Setting, batch: int = 1000, count: int = 2) -> Found:
+    """An epoch of a ResNet-18 at 32 px, B = 1000, B_s = 500, K = 500; or of the backbone and images given."""
+    if setting.quick:
+        batch, count = batch // 5, count + 1
+    watch, floor = _run(setting, batch, count, resnet18(), ())
+    found = watch.of(EPOCH)
+    whole, passes = sum(found.values()), floor["passes"]
+    # Some images are looked at again after each of a run's last three epochs. That is no part of an epoch as such,
+    # and on so few images, of which this is all three, it would weigh far more than in a run.
+    lasting = whole - found.get(EVALUATION, 0.0)
+    rows = {name: {"seconds": seconds, "share": seconds / lasting} for name, seconds in _sorted(found)}
+    beside = 1 - sum(found.get(name, 0.0) for name in BACKBONE) / lasting
+    rows["epoch, but for evaluation"] = {"seconds": lasting, "share": 1.0}
+    rows["floor (a): passes of the algorithm"] = {"seconds": passes, "share": passes / lasting}
+    rows["floor (b): forward and backward alone"] = {"seconds": floor["once"], "share": floor["once"] / lasting}
+    rows["epoch / floor"] = {"(a)": lasting / passes, "(b)": lasting / floor["once"]}
+    rows |= {f"once a run: {stage}": {"seconds": sum(watch.of(stage).values())} for stage in STAGES}
+    what = setting.backbone or "ResNet-18 (random weights), 32 px"
+    title = f"epoch: {what}, {setting.data or 'digits'}, B = {batch}, {count} batches {' '.join(setting.words)}"
+    limits = [
+        Limit("epoch: times the passes of the algorithm (a)", lasting / passes, MOST_TIMES_THE_PASSES),
+        Limit("epoch: share that is not the backbone's own", beside, MOST_BESIDE_THE_BACKBONE),
+    ]
+    return Found(title, rows, limits)
+
+
+def frozen_epoch(setting: Setting, batch: int = 1000, count: int = 5) -> Found:
+    """An epoch that trains only the heads, on cached features of a frozen backbone; there is no floor."""
+    if setting.quick:
+        count = 1
+    words = ("freeze_backbone=true", "frozen_views=1")
+    watch, _ = _run(setting, batch, count, resnet18(16), words)
+    found = watch.of(EPOCH)
+    whole = sum(found.values()) - found.get(EVALUATION, 0.0)
+    rows = {name: {"seconds": seconds, "share": seconds / whole} for name, seconds in _sorted(found)}
+    return Found(f"frozen epoch: 128 features, B = {batch}, {count} batches", rows)
+
+
+def _run(
+    setting: Setting, batch: int, count: int, backbone: Backbone, words: tuple[str, ...]
+) -> tuple[Stopwatch, dict[str, float]]:
+    """A run of one epoch under the stopwatch; the floor in seconds beside it."""
+    watch, floor = Stopwatch(setting.device, whole=(EVALUATION, FLOOR)), _Floor(setting.device)
+    with tempfile.TemporaryDirectory() as folder:
+        flags: dict[str, Any] = {
+            "data": setting.data or str(digits_file(Path(folder), batch * count)),
+            "backbone": setting.backbone or "<ResNet-18>",
+            "clusters": 10,
+            "out": str(Path(folder) / "run"),
+            "device": setting.device,
+            "epochs": 1,
+            "batch_size": batch,
+            "sub_batch_size": batch // 2,
+            "mini_clusters": batch // 2,
+            "augment.flip": False,
+            "augment.crop_scale": 0.4,
+            "on_collapse": "warn",
+        }
+        config = configure(None, flags, (*words, *setting.words))
+        with _instruments(watch, floor):
+            pipeline.run(config, module=None if setting.backbone else backbone)
+    return watch, floor.seconds
+
+
+@contextlib.contextmanager
+def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
+    """Every part of a run under the stopwatch, from outside: nothing in the package knows of it."""
+    backward_of: list[str] = []  # what the next backward pass is of
+
+    def pass_of(backbone: Backbone, images: Tensor) -> str:
+        if watch.place == (EPOCH, EPOCH):
+            floor.note(backbone.module, images)
+        if not torch.is_grad_enabled():
+            return NO_GRADIENT
+        backward_of[:] = [BACKWARD]
+        return FORWARD
+
+    def backward_section(*_: Any) -> str:
+        return backward_of.pop() if backward_of else HEADS
+
+    train_batch = Refiner.train_batch
+
+    def with_floor(refiner: Refiner, views: Any, *others: Any) -> Any:
+        with timed(watch, [(type(refiner.select), "__call__", "selection")]):
+            answer = train_batch(refiner, views, *others)
+        with watch.section(FLOOR):
+            floor.measure(len(views.rows))
+        return answer
+
+    places = [
+        (pipeline, "gather", STAGES[0]),
+        (pipeline, "initialise", STAGES[1]),
+        (Refiner, "fit", EPOCH),
+        (pipeline, "finish", STAGES[2]),
+        (ImageSet, "batch", "reading"),
+        (batches, "make_views", "views"),
+        (engine, "mini_clusters_of", "k-means"),
+        (engine, "mini_cluster_targets", "targets"),
+        (Backbone, "forward", pass_of),
+        (torch.Tensor, "backward", backward_section),
+        (heads.LayeredHead, "forward", HEADS),
+        (torch.optim.Adam, "step", "optimisers"),
+        (pipeline, "watch", EVALUATION),
+        (pipeline, "write_state", SAVING),
+    ]
+    with replaced(Refiner, "train_batch", with_floor), timed(watch, places):
+        yield
+    watch.seconds.pop((EPOCH, FLOOR), None)
+
+
+class _Floor:
+    """Repeats the backbone's passes of a batch on a copy of it: same tensors, same modes, nothing else."""
+
+    def __init__(self, device: str) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._watch, self._device = Stopwatch(device), torch.device(device)
+        self._copy: nn.Module | None = None
+        self._passes: list[tuple[Tensor, bool, list[bool], bool]] = []
+
+    def note(self, network: nn.Module, images: Tensor) -> None:
+        if self._copy is None:
+            self._copy = copy.deepcopy(network)
+        modes = [module.training for module in network.modules()]
+        mixed = torch.is_autocast_enabled(self._device.type)
+        self._passes.append((images.detach(), torch.is_grad_enabled(), modes, mixed))
+
+    def measure(self, batch: int) -> None:
+        """The passes since the last call; ``batch`` images, for one forward and backward of each."""
+        trained = 0
+        for images, gradient, modes, mixed in self._passes:
+            seconds = self._pass(images, gradient, modes, mixed)
+            self.seconds["passes"] += seconds
+            if gradient:
+                trained += len(images)
+                self.seconds["once"] += seconds
+        # A run that trains on some images only: the others, too, have a part in floor (b).
+        shown = next((known for known in self._passes if known[1]), None)
+        while shown is not None and trained < batch:
+            images, _, modes, mixed = shown
+            images = images[: batch - trained]
+            self.seconds["once"] += self._pass(images, True, modes, mixed)
+            trained += len(images)
+        self._passes.clear()
+
+    def _pass(self, images: Tensor, gradient: bool, modes: list[bool], mixed: bool) -> float:
+        assert self._copy is not None
+        for module, training in zip(self._copy.modules(), modes, strict=True):
+            module.training = training
+        name = "pass"
+        with self._watch.section(name), torch.set_grad_enabled(gradient):
+            with torch.autocast(self._device.type, torch.get_autocast_dtype(self._device.type), enabled=mixed):
+                features = self._copy(images)
+            if gradient:
+                features.backward(torch.ones_like(features))
+        self._copy.zero_grad(set_to_none=True)
+        return self._watch.seconds.pop((name, name))
+
+
+def _sorted(found: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(found.items(), key=lambda item: -item[1])

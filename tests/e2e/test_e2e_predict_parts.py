@@ -1,0 +1,94 @@
+"""``cdc-predict`` is killed at every bad moment and typed again: in the end nothing is lost and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The command with small parts; the process ends itself at the moment that the first word names.
+DRIVER = """
+import os, signal, sys
+import numpy as np
+from cdc_plugin import part_files, prediction_parts, tables
+from cdc_plugin.cli_predict import predict_command
+
+prediction_parts.PART = 16
+moment, count = sys.argv[1], int(sys.argv[2])
+calls = []
+
+def ending(function, number):
+    def ends(*arguments, **named):
+        calls.append(1)
+        if len(calls) == count:
+            if moment == "writing a part":
+                arguments[0].write(b"half a part")
+                arguments[0].flush()
+            os.kill(os.getpid(), number)
+        return function(*arguments, **named)
+    return ends
+
+if moment == "between parts":
+    part_files.PartFolder.save = ending(part_files.PartFolder.save, signal.SIGKILL)
+elif moment == "writing a part":
+    np.savez = ending(np.savez, signal.SIGKILL)
+elif moment == "writing the table":
+    tables._cell = ending(tables._cell, signal.SIGKILL)
+elif moment == "told to end":
+    part_files.PartFolder.save = ending(part_files.PartFolder.save, signal.SIGTERM)
+predict_command(sys.argv[3:])
+"""
+
+
+@pytest.fixture
+def words(tmp_path, tiny_clusterer, digits) -> list[str]:
+    model = tmp_path / "run"
+    model.mkdir()
+    tiny_clusterer.save(model, {})
+    np.savez_compressed(tmp_path / "new.npz", x=digits[0][:150])
+    return ["--model", str(model), "--data", str(tmp_path / "new.npz"), "--device", "cpu", "--target-accuracy", "0.3"]
+
+
+def predict(tmp_path: Path, moment: str, count: int, *words: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", DRIVER, moment, str(count), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def parts_of(out: Path) -> list[Path]:
+    return sorted((out.parent / f".{out.name}.parts").glob("[!.]*.npz"))
+
+
+def test_whatever_kills_it_the_same_command_goes_on(tmp_path, words):
+    out, whole = tmp_path / "new.csv", tmp_path / "whole.csv"
+    assert predict(tmp_path, "never", 0, *words, "--out", whole).returncode == 0
+    left = []
+    for moment, count in (("between parts", 3), ("writing a part", 2), ("told to end", 3), ("writing the table", 200)):
+        done = predict(tmp_path, moment, count, *words, "--out", out)
+        assert done.stdout == "", moment
+        assert not out.exists(), moment
+        ended = 128 + signal.SIGTERM if moment == "told to end" else -signal.SIGKILL
+        assert done.returncode == ended, (moment, done.stderr)
+        left.append(len(parts_of(out)))
+        if moment == "told to end":
+            assert "going on: 3 of 10 parts are finished" in done.stderr.splitlines()[0]
+            assert done.stderr.splitlines()[1:] == [
+                "cdc-predict: stopped by SIGTERM; the same command goes on after the last finished part"
+            ]
+    assert left == [2, 3, 5, 10]
+    done = predict(tmp_path, "never", 0, *words, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == whole.read_bytes()
+    assert len(whole.read_text().splitlines()) == 151
+    assert "150 images" in done.stdout.splitlines()[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "new.npz", "run", "whole.csv"]

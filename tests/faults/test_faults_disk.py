@@ -1,0 +1,126 @@
+"""Full disks, folders that cannot be written to, and files that vanish."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fault_runs import QUICK, Fault, assert_refused, epochs_in, names_in, refine
+
+
+@pytest.mark.parametrize(
+    ("fault", "epochs"),
+    [
+        (Fault("torch:save", "half-fill-disk", call=3), 1),
+        (Fault("os:fsync", "fill-disk", call=5), 1),  # config, state, history, state of epoch 1, its history
+        (Fault("os:replace", "fill-disk", matching="predictions.csv"), 3),
+    ],
+)
+def test_a_full_disk_ends_the_run_in_one_line_and_the_earlier_state_is_whole(case, tmp_path, fault, epochs):
+    out = tmp_path / "out"
+    line = assert_refused(refine(*case.words, "--out", out, fault=fault), "no space|disk full", "--resume")
+    assert str(out) in line
+    assert epochs_in(out) in (epochs - 1, epochs)
+    assert not {name for name in names_in(out) if name.startswith(".")}
+    case.check(out)
+
+
+def small_files() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writes then fail with EFBIG
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+
+def test_a_write_that_fails_for_real_is_one_line_and_nothing_half_is_left(case, tmp_path):
+    """The writer of torch is C++ and words a failing write in its own way: by a limit on the size of files."""
+    out = tmp_path / "out"
+    assert_refused(refine(*case.words, "--out", out, limit=small_files), r"cannot write .*last\.pt")
+    assert names_in(out) == {"config.yaml", "train.log"}
+    case.check(out)
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Path:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode != 0:
+        pytest.skip("mounting is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_is_told_and_made_room_on(case, small_disk):
+    out = small_disk / "out"
+    ended = refine(*case.words, "--out", out)
+    assert_refused(ended, "no space|disk full", "--resume")
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    case.check(out)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_became_read_only_is_told(case, tmp_path):
+    out = tmp_path / "out"
+    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+    out.chmod(0o500)
+    try:
+        assert_refused(refine("--resume", "--out", out), "cannot write to .*Permission denied")
+    finally:
+        out.chmod(0o700)
+    case.check(out)
+
+
+def test_a_folder_that_cannot_be_written_to_any_more_ends_the_run_in_one_line(case, tmp_path):
+    out = tmp_path / "out"
+    fault = Fault("tempfile:mkstemp", "deny", call=4)
+    assert_refused(refine(*case.words, "--out", out, fault=fault), "cannot write .*Read-only file system")
+    case.check(out)
+
+
+def test_data_that_vanished_are_named_when_the_run_is_to_go_on(case, tmp_path):
+    data, out = tmp_path / "digits.npz", tmp_path / "out"
+    given = case.words[3]
+    shutil.copy(given, data)
+    words = [str(data) if word == given else word for word in case.words]
+    refine(*words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+    data.rename(tmp_path / "elsewhere.npz")
+    before = (out / "last.pt").read_bytes()
+    line = assert_refused(refine("--resume", "--out", out))
+    assert str(data) in line
+    (tmp_path / "elsewhere.npz").rename(data)
+    assert (out / "last.pt").read_bytes() == before
+    assert refine("--resume", "--out", out).code == 0
+    assert (out / "predictions.csv").read_bytes() == (case.whole / "predictions.csv").read_bytes()
+
+
+def test_other_images_under_the_same_name_are_not_trained_on(case, tmp_path):
+    data, out = tmp_path / "digits.npz", tmp_path / "out"
+    with np.load(case.words[3]) as arrays:
+        np.savez(data, x=arrays["x"])
+        words = [str(data) if word == case.words[3] else word for word in case.words]
+        refine(*words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+        np.savez(data, x=arrays["x"][::-1])
+    assert_refused(refine("--resume", "--out", out), "not those")
+
+
+def test_an_image_that_vanishes_while_the_folder_is_read_is_left_out_and_named(
+    digits, tiny_checkpoint, write_images, tmp_path
+):
+    photos = write_images(tmp_path / "photos", digits[0][:120])
+    gone = photos / "image 050.png"
+    fault = Fault("cdc_plugin.data.decode:decode_file", "delete", path=str(gone))
+    words = ["--backbone", tiny_checkpoint, "--data", photos, *QUICK, "--out", tmp_path / "out"]
+    ended = refine(*words, "--epochs", 1, fault=fault)
+    assert ended.code == 0, ended.errors
+    assert not gone.exists()
+    assert "skipped image 050.png" in ended.errors
+    assert "1 image could not be read" in ended.out
+    assert len((tmp_path / "out" / "predictions.csv").read_text().splitlines()) == 120  # a header and 119 images

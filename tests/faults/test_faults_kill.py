@@ -1,0 +1,107 @@
+"""kill -9 at chosen and at random moments: nothing is lost but the epoch under way, no half file is taken for whole."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+
+import pytest
+from fault_runs import Fault, assert_refused, epochs_in, names_in, refine, refine_until
+
+# In the order of a run, so that one folder can pass through all of them; each is the fault of another start.
+POINTS = [
+    Fault("cdc_plugin.preparation:initialise"),
+    Fault("os:replace", matching="config.yaml"),
+    Fault("os:replace", matching="config.yaml", after=True),
+    Fault("torch:save", "half-kill"),
+    Fault("os:fsync", call=2),
+    Fault("os:replace", matching="last.pt", after=True),
+    Fault("cdc_plugin.engine:Refiner.train_batch", call=2),
+    Fault("torch:save", "half-kill", call=1),
+    Fault("os:replace", matching="last.pt"),
+    Fault("os:replace", matching="last.pt", after=True),
+    Fault("os:replace", matching="metrics.jsonl"),
+    Fault("os:replace", matching="model.safetensors"),
+    Fault("os:replace", matching="model.safetensors", after=True),
+    Fault("os:replace", matching="predictions.csv"),
+    Fault("os:replace", matching="report.json", after=True),
+    Fault("os:replace", matching="report.html"),
+]
+
+
+def test_a_run_killed_at_every_point_one_after_another_gives_the_same_result(case, tmp_path):
+    out, last = tmp_path / "out", 0
+    for fault in POINTS:
+        words = ["--resume"] if (out / "config.yaml").is_file() else [*case.words, "--resume"]
+        ended = refine(*words, "--out", out, fault=fault)
+        assert ended.code == -signal.SIGKILL, f"{fault} ended with {ended}"
+        assert "report.html" not in names_in(out)
+        assert epochs_in(out) >= last, f"{fault} lost an epoch that was finished"
+        last = epochs_in(out)
+    assert last == 3
+    case.check(out)
+
+
+def test_a_run_killed_at_random_moments_gives_the_same_result(case, tmp_path):
+    out = tmp_path / "out"
+    seed = random.SystemRandom().randrange(2**32)
+    moments = random.Random(seed)
+    for epoch in (0, 1, 2):
+        words = ["--resume"] if epoch else case.words
+        delay = moments.random() * 0.3
+        ended = refine_until(
+            lambda epoch=epoch: (out / "metrics.jsonl").is_file() and epochs_in(out) >= epoch,
+            signal.SIGKILL,
+            *words,
+            "--out",
+            out,
+            delay=delay,
+        )
+        assert ended.code in (0, -signal.SIGKILL), f"seed {seed}: {ended}"
+    case.check(out)
+
+
+def test_resume_alone_starts_a_run_that_was_killed_before_its_first_state(case, tmp_path):
+    out = tmp_path / "out"
+    refine(*case.words, "--out", out, fault=Fault("os:replace", matching="config.yaml", after=True))
+    assert names_in(out) == {"config.yaml", "train.log"}
+    ended = refine("--resume", "--out", out)
+    assert ended.code == 0, ended.errors
+    case.check(out)
+
+
+@pytest.mark.parametrize("file", ["last.pt", "config.yaml"])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_file_that_another_program_has_cut_is_refused_in_one_line(case, tmp_path, file, kept):
+    shutil.copytree(case.whole, tmp_path / "out")
+    broken = tmp_path / "out" / file
+    broken.write_bytes(broken.read_bytes()[: int(kept * broken.stat().st_size)])
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "train.log"}
+    line = assert_refused(refine("--resume", "--out", tmp_path / "out"))
+    assert file in line
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "train.log"} == before
+
+
+def test_an_unfinished_run_is_not_taken_for_a_backbone(case, tmp_path):
+    out = tmp_path / "out"
+    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+    words = [out if word == case.words[1] else word for word in case.words]
+    assert_refused(refine(*words, "--out", tmp_path / "next"), "not finished|unfinished", "--resume")
+
+
+def test_two_runs_do_not_write_to_the_same_folder_at_once(case, tmp_path):
+    out = tmp_path / "out"
+    answers = []
+
+    def second_run() -> bool:
+        if not (out / "metrics.jsonl").is_file():
+            return False
+        for how in ("--resume", "--overwrite"):
+            answers.append(refine(*case.words, "--out", out, how))
+        return True
+
+    refine_until(second_run, 0, *case.words, "--out", out)
+    for answer in answers:
+        assert_refused(answer, "another run")
+    case.check(out)

@@ -1,0 +1,64 @@
+"""Losses that are no numbers, and memory that is not enough."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from fault_runs import EPOCHS, STEPS, Fault, assert_refused, epochs_in, names_in, refine
+
+LOSS = "cdc_plugin.core.losses:pseudo_label_loss"
+
+
+def history(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("epoch", [1, 2, EPOCHS])
+def test_a_loss_that_is_no_number_once_takes_the_run_back_one_epoch_at_lower_rates(case, tmp_path, epoch):
+    out = tmp_path / "out"
+    fault = Fault(LOSS, "nan", call=STEPS * (epoch - 1) + 3)
+    ended = refine(*case.words, "--out", out, fault=fault)
+    assert ended.code == 0, ended.errors
+    records = history(out)
+    undisturbed = history(case.whole)
+    assert [record["epoch"] for record in records] == list(range(1, EPOCHS + 1))
+    for record, whole in zip(records[: epoch - 1], undisturbed, strict=False):
+        assert record["clustering_loss"] == whole["clustering_loss"]  # what was good is kept
+    for record, whole in zip(records[epoch - 1 :], undisturbed[epoch - 1 :], strict=True):
+        assert record["lr_factor"] == pytest.approx(0.1 * whole["lr_factor"], abs=1e-9)
+        assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
+    log = (out / "train.log").read_text()
+    assert "not finite" in log
+    report = json.loads((out / "report.json").read_text())
+    assert "not finite" in json.dumps(report), "the report does not say what happened"
+
+
+@pytest.mark.parametrize("call", [3, STEPS + 3])
+def test_losses_that_stay_no_numbers_end_the_run_in_one_line(case, tmp_path, call):
+    out = tmp_path / "out"
+    fault = Fault(LOSS, "nan", call=call, times=0)
+    line = assert_refused(refine(*case.words, "--out", out, fault=fault), "not finite")
+    assert "lr_backbone" in line
+    assert "report.json" not in names_in(out)
+    assert epochs_in(out) == call // STEPS
+
+
+def test_a_run_at_lower_rates_goes_on_at_these_when_it_was_killed(case, tmp_path):
+    """The step back must be part of the state: a killed and an undisturbed run with the same NaN end alike."""
+    fault = Fault(LOSS, "nan", call=3)
+    assert refine(*case.words, "--out", tmp_path / "whole", fault=fault).code == 0
+    out = tmp_path / "out"
+    code = refine(*case.words, "--out", out, fault=[fault, Fault("os:replace", matching="last.pt", call=3)]).code
+    assert code == -9
+    assert refine("--resume", "--out", out).code == 0
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("action", ["exhaust-gpu", "exhaust-memory"])
+@pytest.mark.parametrize("target", ["cdc_plugin.core.losses:pseudo_label_loss", "cdc_plugin.engine:Refiner.judge"])
+def test_too_little_memory_is_one_line_that_names_smaller_batches(case, tmp_path, action, target):
+    out = tmp_path / "out"
+    line = assert_refused(refine(*case.words, "--out", out, fault=Fault(target, action, call=5, times=0)), "memory")
+    assert "sub_batch_size=15" in line

@@ -1,0 +1,148 @@
+"""Hugging Face data sets: objects, saved folders, parquet files and names; labels for reporting only."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cdc_plugin.data import native_size, open_images
+from cdc_plugin.data.stream import open_stream
+from cdc_plugin.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
+LABELS = [0, 1, 2, 0, 1, 2]
+NAMES = ["cat", "dog", "owl"]
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def pictures(labels=LABELS, label_type=None, label_name="label"):
+    features = datasets.Features(
+        {
+            "id": datasets.Value("int64"),
+            "photo": datasets.Image(),
+            label_name: label_type or datasets.ClassLabel(names=NAMES),
+        }
+    )
+    rows = {"id": [*range(6)], "photo": [Image.fromarray(image) for image in PIXELS], label_name: labels}
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def test_a_data_set_gives_its_images_labels_and_class_names():
+    images = open_images(pictures())
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == LABELS
+    assert images.class_names == NAMES
+    assert images.names == [str(number) for number in range(6)]
+    assert native_size(pictures()) == 16
+
+
+def test_labels_can_be_left_out_and_hidden_ones_are_none():
+    assert open_images(pictures(), labels=False).labels is None
+    assert open_images(pictures([-1] * 6)).labels is None
+    assert open_images(pictures([1.5] * 6, datasets.Value("float32"))).labels is None
+    assert open_images(pictures(LABELS, datasets.Value("int64"), "fine_label")).labels.tolist() == LABELS
+    assert open_images(pictures(LABELS, datasets.Value("int64"), "age")).labels is None
+
+
+def test_the_digest_tells_data_sets_apart_and_is_the_same_for_the_same():
+    data = pictures()
+    assert open_images(data).digest == open_images(data).digest
+    assert open_images(data.select([0, 1, 2, 3, 5, 4])).digest != open_images(data).digest
+
+
+def test_a_format_that_the_user_has_set_does_not_matter():
+    data = pictures().with_transform(lambda rows: {"photo": ["nonsense"] * len(rows["photo"])})
+    assert (open_images(data).images == PIXELS).all()
+
+
+def test_a_selection_is_read_in_its_own_order():
+    images = open_images(pictures().select([4, 2]))
+    assert (images.images == PIXELS[[4, 2]]).all()
+    assert images.labels.tolist() == [1, 2]
+
+
+def test_a_saved_data_set_is_a_folder_like_others(tmp_path):
+    pictures().save_to_disk(tmp_path / "saved")
+    images = open_images(tmp_path / "saved")
+    assert (images.images == PIXELS).all()
+    assert images.class_names == NAMES
+    assert images.digest == open_images(tmp_path / "saved").digest
+
+
+def test_of_several_splits_one_must_be_named(tmp_path):
+    both = datasets.DatasetDict({"train": pictures(), "test": pictures()})
+    with pytest.raises(UserError, match=r"splits train, test; .*data\['train'\]"):
+        open_images(both)
+    both.save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"give one of them: .*saved/train"):
+        open_images(tmp_path / "saved")
+    assert len(open_images(tmp_path / "saved" / "train")) == 6
+    assert len(open_images(datasets.DatasetDict({"train": pictures()}))) == 6
+
+
+@pytest.mark.parametrize("how", ["a.parquet", ""])
+def test_parquet_files_and_folders_of_them(tmp_path, how):
+    (tmp_path / "tables").mkdir()
+    pictures().to_parquet(tmp_path / "tables" / "a.parquet")
+    images = open_images(str(tmp_path / "tables" / how))
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == LABELS
+
+
+def test_a_stream_reads_them_too(tmp_path):
+    pictures().save_to_disk(tmp_path / "saved")
+    for source in (pictures(), tmp_path / "saved"):
+        chunks = list(open_stream(source, 16).chunks(4))
+        assert (np.concatenate([chunk.squares for chunk in chunks]) == PIXELS).all()
+
+
+def test_rows_without_a_readable_image_are_skipped_with_a_reason(tmp_path):
+    Image.fromarray(PIXELS[0]).save(tmp_path / "0.png")
+    values = [str(tmp_path / "0.png"), None, {"bytes": b"no image", "path": None}, str(tmp_path / "gone.png")]
+    data = datasets.Dataset.from_dict({"image": values}, features=datasets.Features({"image": datasets.Image()}))
+    images = open_images(data, 16)
+    assert images.names == ["0"]
+    reasons = dict(images.skipped)
+    assert "no image in this row" in reasons["1"]
+    assert "identify" in reasons["2"]
+    assert "FileNotFound" in reasons["3"]
+
+
+def test_a_data_set_of_the_hub_is_loaded_by_name_and_split(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: (asked.append((name, split)), pictures())[1])
+    images = open_images("hf:owner/name:train", 16)
+    assert asked == [("owner/name", "train")]
+    assert (images.source, len(images)) == ("hf:owner/name:train", 6)
+
+
+def test_what_the_hub_does_not_give_is_said_in_one_line(monkeypatch):
+    def refuse(name, split):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"hf:owner/name can not be loaded \(no route\); expected hf:NAME:SPLIT"):
+        open_images("hf:owner/name", 16)
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install cdc-plugin\[data\]"):
+        open_images("hf:owner/name", 16)
+
+
+def test_other_kinds_of_data_set_are_refused_in_words():
+    with pytest.raises(UserError, match="streaming=False"):
+        open_images(pictures().to_iterable_dataset(), 16)
+    with pytest.raises(UserError, match="no column of images"):
+        open_images(datasets.Dataset.from_dict({"text": ["a", "b"]}), 16)
+    with pytest.raises(UserError, match="is empty"):
+        open_images(pictures().select([]), 16)

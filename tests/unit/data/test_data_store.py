@@ -1,0 +1,215 @@
+"""Squares on disk: in the cache that all runs share or in a folder of one's own, made once and used again."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections import namedtuple
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cdc_plugin.data import ImageSource, UnreadableImageError, open_images, row_file, store
+from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.errors import UserError
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
+
+
+class Items:
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        if isinstance(self.items[index], Exception):
+            raise self.items[index]
+        return self.items[index]
+
+
+class Pictures:
+    """A source that counts how often it is read, and whose images can be hidden."""
+
+    def __init__(self):
+        self.reads, self.hidden = [], set()
+        self.source = ImageSource(self.read, list("abcdef"), np.arange(6), None, "digest", "somewhere")
+
+    def read(self, index):
+        self.reads.append(index)
+        if index in self.hidden:
+            raise UnreadableImageError("hidden")
+        return Image.fromarray(PIXELS[index])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MEMORY_LIMIT", 1000)
+    monkeypatch.setenv("CDC_CACHE", str(tmp_path / "shared"))
+    return tmp_path / "shared"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_large_sets_are_kept_on_disk_and_used_again(cache):
+    pictures = Pictures()
+    first = open_images(pictures.source, 20)
+    assert isinstance(first.images, RowFile)
+    assert (first.images[:] == PIXELS).all()
+    assert names(cache) == ["images-digest-20.json", "images-digest-20.u8"]
+    again = open_images(pictures.source, 20)
+    assert len(pictures.reads) == 6
+    assert again.labels.tolist() == [*range(6)]
+    first.batch([0])[0, 0, 0, 0] = 9
+    assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
+
+
+def test_a_folder_of_ones_own_wins(tmp_path, cache):
+    open_images(Pictures().source, 20, cache=tmp_path / "deep" / "own")
+    assert names(tmp_path / "deep" / "own") == ["images-digest-20.json", "images-digest-20.u8"]
+    assert not cache.exists()
+
+
+def test_small_sets_stay_in_memory(cache, monkeypatch):
+    monkeypatch.setattr(store, "MEMORY_LIMIT", 10**6)
+    assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+    assert not cache.exists()
+
+
+def test_without_a_cache_images_stay_in_memory(monkeypatch):
+    monkeypatch.setenv("CDC_CACHE", "off")
+    assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+
+
+def test_a_cache_that_can_not_be_written_is_done_without(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CDC_CACHE", str(tmp_path / "file" / "below"))
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+    assert "set CDC_CACHE" in caplog.text
+
+
+def test_what_was_skipped_and_labelled_survives_in_a_folder(tmp_path):
+    dataset = Items([(PIXELS[0], 4), OSError("gone"), (PIXELS[2], 5)])
+    first, again = (open_images(dataset, 20, cache=tmp_path) for _ in range(2))
+    for images in (first, again):
+        assert (images.images[:] == PIXELS[[0, 2]]).all()
+        assert images.labels.tolist() == [4, 5]
+        assert images.skipped == [("1", "OSError: gone")]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
+def test_a_data_set_known_by_a_sample_only_is_never_taken_from_the_shared_cache(cache):
+    first = open_images(Items([(image, 0) for image in PIXELS]), 20)
+    assert names(cache) == []
+    second = open_images(Items([(image, 1) for image in PIXELS]), 20)
+    assert second.labels.tolist() == [1] * 6
+    assert (first.images[:] == PIXELS).all()
+
+
+def test_an_image_that_can_be_read_by_now_is_taken_in():
+    pictures = Pictures()
+    pictures.hidden = {3}
+    assert open_images(pictures.source, 20).skipped == [("d", "hidden")]
+    assert len(open_images(pictures.source, 20)) == 5
+    assert len(pictures.reads) == 7  # the hidden one was tried once more
+    pictures.hidden = set()
+    assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
+
+
+@pytest.mark.parametrize("harm", ["shorter", "other notes", "no notes", "older"])
+def test_what_is_not_whole_is_made_again(cache, harm):
+    open_images(Pictures().source, 20)
+    file, notes = cache / "images-digest-20.u8", cache / "images-digest-20.json"
+    if harm == "shorter":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif harm == "other notes":
+        notes.write_text(json.dumps({"count": "?"}))
+    elif harm == "no notes":
+        notes.unlink()
+    else:
+        notes.write_text(json.dumps({**json.loads(notes.read_text()), "version": 0}))
+    pictures = Pictures()
+    assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
+    assert len(pictures.reads) == 6
+
+
+def test_too_little_disk_is_said_before_anything_is_read(cache, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 9, 1))
+    pictures = Pictures()
+    with pytest.raises(UserError, match="GB are free"):
+        open_images(pictures.source, 20)
+    assert (pictures.reads, names(cache)) == ([], [])
+
+
+def test_more_than_the_cache_may_hold_is_said_with_the_way_out(monkeypatch):
+    monkeypatch.setenv("CDC_CACHE_GB", "0.000001")
+    with pytest.raises(UserError, match="set CDC_CACHE_GB=2"):
+        open_images(Pictures().source, 20)
+
+
+def test_a_disk_that_fills_up_leaves_no_file_behind(cache, monkeypatch):
+    def full(self, first_row, rows):
+        raise row_file.no_room(self.temporary, 1, 0)
+
+    monkeypatch.setattr(row_file.RowPart, "put", full)
+    with pytest.raises(UserError, match="make room"):
+        open_images(Pictures().source, 20)
+    assert names(cache) == []
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="can not be written"):
+        open_images(Pictures().source, 20, cache=tmp_path / "file")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
+def test_images_stay_readable_when_another_run_takes_their_room(cache):
+    images = open_images(Pictures().source, 20)
+    shutil.rmtree(cache)
+    assert (images.images[[5, 0]] == PIXELS[[5, 0]]).all()
+
+
+def test_a_file_that_vanishes_while_reading_is_skipped_with_a_reason(tmp_path):
+    for number, pixels in enumerate(PIXELS):
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+
+    def watch(steps, total, description):
+        (tmp_path / "5.png").unlink()
+        return steps
+
+    images = open_images(tmp_path, 20, progress=watch)
+    assert images.names == [f"{number}.png" for number in range(5)]
+    assert "FileNotFoundError" in dict(images.skipped)["5.png"]
+
+
+def _open_slowly(reads, answers):
+    def read(index):
+        time.sleep(0.03)
+        reads.put(index)
+        return Image.fromarray(PIXELS[index])
+
+    images = open_images(ImageSource(read, list("abcdef"), None, None, "slow", "somewhere"), 20)
+    answers.put(bool((images.images[:] == PIXELS).all()))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+def test_of_several_processes_one_reads_and_the_others_wait():
+    context = get_context("fork")
+    reads, answers = context.Queue(), context.Queue()
+    started = [context.Process(target=_open_slowly, args=(reads, answers)) for _ in range(3)]
+    for process in started:
+        process.start()
+    assert [answers.get(timeout=60) for _ in started] == [True] * 3
+    for process in started:
+        process.join()
+    assert sorted(reads.get(timeout=60) for _ in range(6)) == [*range(6)]
+    assert reads.empty()
