@@ -11,7 +11,7 @@ from cdc_plugin.clusterer import view_settings
 from cdc_plugin.config import RefineConfig, batch_sizes, sub_batches
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.data.views import Share, ViewSettings, make_views
+from cdc_plugin.data.views import Share, ViewSettings, make_views, random_views
 from cdc_plugin.engine import Views
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import generator
@@ -56,8 +56,12 @@ def training_views(config: RefineConfig, backbone: Backbone) -> ViewSettings:
 def fresh_views(
     config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World = ALONE
 ) -> MakeViews:
-    """Three views of this process's share of the chosen images, made anew every time."""
+    """Three views of this process's share of the chosen images, made anew every time.
+
+    Where passes are to be saved, the weak views are the plain ones as well; those of a frozen backbone cost nothing.
+    """
     settings = training_views(config, backbone)
+    fast = config.passes == "fast" and not config.freeze_backbone
     assert config.sub_batch_size is not None
     sub_batch_size = config.sub_batch_size
 
@@ -67,7 +71,11 @@ def fresh_views(
         pixels = images.batch(chosen[share.rows])
         if device.type == "cuda":
             pixels = pixels.pin_memory()
-        return Views(*make_views(pixels.to(device, non_blocking=True), settings, randomness, share), chosen)
+        pixels = pixels.to(device, non_blocking=True)
+        if not fast:
+            return Views(*make_views(pixels, settings, randomness, share), chosen)
+        weak, strong = random_views(pixels, settings, randomness, share)
+        return Views(weak, weak, strong, chosen)
 
     return make
 

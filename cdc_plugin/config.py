@@ -57,6 +57,9 @@ class RefineConfig:
     threshold: float = 0.95  # confidence that fixed and flexmatch ask for
     selection_momentum: float = 0.9  # share of the past in freematch's moving averages, a batch
 
+    # fast: weak views serve selection and targets, and images that are not trusted are not trained on, in vain as it
+    # were; full: plain views for the targets and all images in training, as in the paper.
+    passes: str = "fast"
     epochs: int | None = None
     batch_size: int | None = None  # B: selection and mini-clusters are computed over it
     sub_batch_size: int | None = None  # B_s: one step of both optimisers
@@ -186,6 +189,7 @@ def check(config: RefineConfig) -> None:
     if config.calibration_strength is not None and config.calibration_strength < 0:
         raise UserError(f"calibration_strength must be 0 or more, found {config.calibration_strength}")
     _one_of("heads", config.heads, HEADS)
+    _one_of("passes", config.passes, ("fast", "full"))
     _one_of("schedule", config.schedule, SCHEDULES)
     _one_of("precision", config.precision, PRECISIONS)
     _one_of("on_collapse", config.on_collapse, ("stop", "warn"))

@@ -8,7 +8,7 @@ backbone and clustering head on the strong views, one step of the calibration he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,8 @@ from cdc_plugin.world import ALONE, Deal, World, deal
 class Views:
     """One batch: three views of the same B images, or of their features where the backbone is frozen.
 
-    Where several processes train, the views are those of this one's share (see `world.deal`).
+    Where several processes train, the views are those of this one's share (see `world.deal`). Where ``plain`` is
+    ``weak``, one pass through the backbone serves both.
 
     Args:
         rows: (B,) numbers of the images in the whole set.
@@ -143,19 +144,13 @@ class Refiner:
     def train_batch(self, views: Views, randomness: torch.Generator) -> dict[str, float]:
         """One pass of the outer loop of Algorithm 1; returns means over the batch for the log."""
         judged = self.judge(views, randomness)
-        dealt = self._deal(views)
         self.under_way.sizes += torch.bincount(judged.selection.labels, minlength=len(self.under_way.sizes)).cpu()
 
         clustering_losses, calibration_losses = [], []
-        first = 0
         with own_randomness(randomness, self.device, self.world.rank):  # dropout and stochastic depth
-            for rows, shares in zip(dealt.sub_batches, dealt.shares, strict=True):
-                own = slice(first, first + len(shares[self.world.rank]))
-                first = own.stop
+            for part in self._parts(views, judged.selection.mask.cpu()):
                 self._set_rates()
-                clustering, calibration = self._step(
-                    _Part(slice(int(rows[0]), int(rows[-1]) + 1), own, shares), views, judged
-                )
+                clustering, calibration = self._step(part, views, judged)
                 clustering_losses.append(clustering)
                 calibration_losses.append(calibration)
                 self.steps += 1
@@ -183,7 +178,9 @@ class Refiner:
         owned = self._deal(views).owned
         features = self.world.gather(self._features(views.plain, len(owned[0])), owned)
         probs = F.softmax(self.clustering_head(features), dim=1)
-        weak_features = self.world.gather(self._features(views.weak, len(owned[0])), owned)
+        weak_features = features
+        if views.weak is not views.plain:
+            weak_features = self.world.gather(self._features(views.weak, len(owned[0])), owned)
         hidden = self.judging_head.hidden(weak_features)  # type: ignore[operator]
         weak_probs = F.softmax(self.judging_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
@@ -207,6 +204,23 @@ class Refiner:
     def _deal(self, views: Views) -> Deal:
         assert self.config.sub_batch_size is not None
         return deal(len(views.rows), sub_batches(len(views.rows), self.config.sub_batch_size), self.world.size)
+
+    def _parts(self, views: Views, trusted: Tensor) -> Iterator[_Part]:
+        """The sub-batches; of images that are not trusted (B,) only what is needed."""
+        dealt, first = self._deal(views), 0
+        for rows, shares in zip(dealt.sub_batches, dealt.shares, strict=True):
+            own = torch.arange(first, first + len(shares[self.world.rank]))
+            first += len(own)
+            whole = slice(int(rows[0]), int(rows[-1]) + 1)
+            if self.config.passes == "fast":
+                # BatchNorm needs company, in every process.
+                mask = trusted[whole]
+                kept = [share[mask[share]] for share in shares]
+                if 2 * int(mask.sum()) >= len(rows) and min(map(len, kept)) > 1:
+                    own = own[mask[shares[self.world.rank]]]
+                    place = mask.cumsum(dim=0) - 1
+                    rows, shares = rows[mask], [place[share] for share in kept]
+            yield _Part(whole, rows.to(self.device), own.to(self.device), shares)
 
     def _features(self, images: Tensor, most: int) -> Tensor:
         """Features of this process's images, of which no process has more than ``most``."""
@@ -239,8 +253,9 @@ class Refiner:
         loss = self._clustering_loss(part, views, judged.selection)
         features = judged.features[part.rows]
         if not config.stop_gradient:
-            own = self._features(views.plain[part.own], len(part.shares[0]))
-            features = self.world.gather_with_gradient(own, part.shares)
+            dealt = self._deal(views)
+            own = self._features(views.plain, len(dealt.owned[0]))
+            features = self.world.gather_with_gradient(own, dealt.owned)[part.rows]
         calibration = self._calibration_loss(features, targets)
         moved = [self.clustering_optimizer, *([self.calibration_optimizer] if config.heads == "dual" else [])]
         self._descend(loss + calibration, *moved)
@@ -251,9 +266,9 @@ class Refiner:
         self.clustering_head.train()
         with autocast(self.device, self.config.precision):
             with synchronised(self.world, self.config.sync_batchnorm):
-                own = self.backbone(views.strong[part.own])
+                own = self.backbone(_some(views.strong, part.own))
             logits = self.clustering_head(self.world.gather_with_gradient(own, part.shares))
-        return pseudo_label_loss(logits.float(), selection.labels[part.rows], selection.mask[part.rows])
+        return pseudo_label_loss(logits.float(), selection.labels[part.trained], selection.mask[part.trained])
 
     def _calibration_loss(self, features: Tensor, targets: Tensor) -> Tensor:
         self.judging_head.train()
@@ -328,11 +343,27 @@ class Refiner:
 
 @dataclass(frozen=True)
 class _Part:
-    """A sub-batch: its rows of the batch, which of this process's views are of it, and all processes' shares."""
+    """A sub-batch.
+
+    Args:
+        rows: of the batch.
+        trained: (n,) those of them that the clustering head is trained on.
+        own: which of this process's views are of ``trained``.
+        shares: for each process, the places of its views among ``trained``.
+    """
 
     rows: slice
-    own: slice
+    trained: Tensor
+    own: Tensor
     shares: list[Tensor]
+
+
+def _some(images: Tensor, rows: Tensor) -> Tensor:
+    """Some rows (b, ...), in the layout that they have; neighbours are not copied."""
+    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
+        return images[int(rows[0]) : int(rows[-1]) + 1]
+    chosen = images.index_select(0, rows)
+    return chosen.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else chosen
 
 
 class _UnderWay:

@@ -32,7 +32,7 @@ Found = TypeVar("Found")
 
 
 def cache_folder() -> Path | None:
-    """The cache folder, which need not be there yet; None if caching is off or it can not be written, which is logged."""
+    """The cache folder, which need not be there yet; None if caching is off, or impossible, which is logged."""
     wish = os.environ.get("CDC_CACHE", "").strip()
     if wish.lower() == "off":
         return None

@@ -100,13 +100,17 @@ def make_views(
     Args:
         share: which images of a batch these are; None for all of them.
     """
-    views = (
-        plain_view(images, settings),
-        weak_view(images, settings, generator, share),
-        strong_view(images, settings, generator, share),
-    )
-    plain, weak, strong = (view.contiguous(memory_format=torch.channels_last) for view in views)
-    return plain, weak, strong
+    plain = plain_view(images, settings).contiguous(memory_format=torch.channels_last)
+    return plain, *random_views(images, settings, generator, share)
+
+
+def random_views(
+    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weak and strong view, as in `make_views`."""
+    views = weak_view(images, settings, generator, share), strong_view(images, settings, generator, share)
+    weak, strong = (view.contiguous(memory_format=torch.channels_last) for view in views)
+    return weak, strong
 
 
 def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
@@ -125,9 +129,7 @@ def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
     return _normalise(pixels, settings)
 
 
-def weak_view(
-    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
-) -> Tensor:
+def weak_view(images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None) -> Tensor:
     """A random resized crop, mirrored half of the time.
 
     Args:
