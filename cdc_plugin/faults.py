@@ -33,8 +33,19 @@ def step_back(current: Run, refiner: Refiner) -> None:
     state = current.world.from_main(lambda: read_state(current.folder))
     assert state is not None
     refiner.restore(state["refiner"])
-    refiner.slower = SLOWER
+    refiner.slower, current.setback = SLOWER, epoch
     log.warning("the loss is not finite in epoch %d: back to epoch %d, rates times %g", epoch, refiner.epoch, SLOWER)
+
+
+def setback_warning(epoch: int | None) -> list[dict[str, str]]:
+    """What the report says of a run that has stepped back."""
+    if epoch is None:
+        return []
+    text = (
+        f"The loss was not finite in epoch {epoch}: from the epoch before it on the rates were {SLOWER:g} of those asked "
+        "for. Lower lr_backbone and lr_heads, or precision=float32, may give a better run."
+    )
+    return [{"kind": "not-finite", "text": text}]
 
 
 def in_words(error: Exception, config: RefineConfig, folder: Path, world: World) -> Exception:

@@ -27,7 +27,7 @@ from cdc_plugin.evaluation import (
     predict,
     trusted_samples,
 )
-from cdc_plugin.faults import check_shares, in_words, refuse_other_settings, step_back
+from cdc_plugin.faults import check_shares, in_words, refuse_other_settings, setback_warning, step_back
 from cdc_plugin.guard import as_warnings, findings, new_findings, refuse_dead
 from cdc_plugin.heads import build_head
 from cdc_plugin.inputs import check_request, configure, open_data
@@ -186,9 +186,10 @@ def restart(
     model = Clusterer(backbone, heads[0], heads[1])
     if config.freeze_backbone:
         backbone.module.load_state_dict(state["frozen"])
-    kept = (state["before"], state["history"], state.get("start"), state.get("old"), state.get("last_epochs", []))
+    kept = {name: state.get(name) for name in ("before", "history", "start", "old", "setback")}
     check_shares(config, world)
-    return Run(config, folder, device, images, model, *kept, state, world)
+    last_epochs = state.get("last_epochs", [])
+    return Run(config, folder, device, images, model, **kept, last_epochs=last_epochs, state=state, world=world)
 
 
 def train(current: Run, track: Tracking) -> None:
@@ -273,7 +274,7 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
         chosen,
     )
     card = assess(evidence)
-    card["warnings"] += as_warnings(findings(current.history, config))
+    card["warnings"] += [*setback_warning(current.setback), *as_warnings(findings(current.history, config))]
     metrics: dict[str, Any] = {
         "images": len(images),
         "clusters": config.clusters,

@@ -31,6 +31,7 @@ class Run:
     start: torch.Tensor | None = None  # (N,) k-means on the features that the run began with
     old: dict[str, Any] | None = None  # the model that is retrofitted: its figures, and (N,) its assignment
     last_epochs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # clusters of some images, see `watch`
+    setback: int | None = None  # the epoch in which a loss was not finite, where that has happened
     state: dict[str, Any] | None = None
     world: World = ALONE
 
@@ -54,6 +55,7 @@ def state_of(current: Run, refiner: Refiner) -> dict[str, Any]:
         "start": current.start,
         "old": current.old,
         "last_epochs": current.last_epochs,
+        "setback": current.setback,
         "history": current.history,
         "digest": current.images.digest,
     }

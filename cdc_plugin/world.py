@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -161,10 +163,15 @@ def joined() -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+        # torchrun may keep what an earlier try has left in the store: addresses of processes that are no more.
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+        store = dist.PrefixStore(f"try {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} of {size}", store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -181,6 +188,13 @@ def restarted() -> bool:
     """Whether ``torchrun`` or SLURM has started this command again after a fault: then it goes on with its run."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
+
+
+def _end_with(parent: int) -> None:
+    """A process whose ``torchrun`` was killed would wait for the others for hours, deaf to signals."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _on_cpu() -> bool:

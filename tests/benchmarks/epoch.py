@@ -129,6 +129,7 @@ def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
         (pipeline, "finish", STAGES[2]),
         (ImageSet, "batch", "reading"),
         (batches, "make_views", "views"),
+        (batches, "random_views", "views"),
         (engine, "mini_clusters_of", "k-means"),
         (engine, "mini_cluster_targets", "targets"),
         (Backbone, "forward", pass_of),

@@ -13,6 +13,7 @@ from PIL import Image
 
 from cdc_plugin import __version__, load_backbone
 from cdc_plugin.cli_pretrain import METHODS, outcome, pretrain_command, pretrain_parser
+from cdc_plugin.config import RefineConfig, to_yaml
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.pretraining import run as pretraining
@@ -131,7 +132,7 @@ def test_a_folder_that_holds_anything_is_not_touched_unless_asked(finished, arch
 
 
 def test_a_run_of_another_command_is_not_resumed(tmp_path):
-    (tmp_path / "config.yaml").write_text("backbone: x.pt\n")
+    (tmp_path / "config.yaml").write_text(to_yaml(RefineConfig(backbone="x.pt")))
     torch.save({"version": 1}, tmp_path / "last.pt")
     with pytest.raises(UserError, match="no run of cdc-pretrain"):
         pretrain(None, {"out": str(tmp_path)}, resume=True)
