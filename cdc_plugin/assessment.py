@@ -217,8 +217,7 @@ def _open_inputs(subject: Subject, task: Task) -> tuple[ImageSet, list[ImageSet]
     side = storage_size(backbone.input_size)
     sources = [describe_source(source, side, task.root) for source in (task.data, *task.ood)]
     images, *outside = (
-        open_images(source, backbone.input_size, labels=task.labels, progress=progress)
-        for source in sources
+        open_images(source, backbone.input_size, labels=task.labels, progress=progress) for source in sources
     )
     for found in (images, *outside):
         for name, reason in found.skipped:

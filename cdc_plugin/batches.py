@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from cdc_plugin.batchnorm import synchronised
 from cdc_plugin.clusterer import view_settings
-from cdc_plugin.config import RefineConfig, batch_sizes, sub_batches
+from cdc_plugin.config import RefineConfig, batch_sizes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import Share, ViewSettings, make_views, random_views
-from cdc_plugin.engine import Views
+from cdc_plugin.engine import Views, dealt
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import generator
 from cdc_plugin.tracking import progress
-from cdc_plugin.world import ALONE, World, deal
+from cdc_plugin.world import ALONE, World
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream. Training uses 2.
 ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 3, 4, 5, 6, 7
@@ -62,12 +63,9 @@ def fresh_views(
     """
     settings = training_views(config, backbone)
     fast = config.passes == "fast" and not config.freeze_backbone
-    assert config.sub_batch_size is not None
-    sub_batch_size = config.sub_batch_size
 
     def make(chosen: Tensor, randomness: torch.Generator) -> Views:
-        count = len(chosen)
-        share = Share(count, deal(count, sub_batches(count, sub_batch_size), world.size).owned[world.rank])
+        share = Share(len(chosen), dealt(len(chosen), config, world).owned[world.rank])
         pixels = images.batch(chosen[share.rows])
         if device.type == "cuda":
             pixels = pixels.pin_memory()
@@ -86,14 +84,15 @@ def view_features(
 ) -> Iterator[Tensor]:
     """Rows (n, 1 + 2 views, D) of consecutive images, from a frozen backbone: plain, weak and strong ones."""
     make = fresh_views(config, backbone, images, device, world)
-    assert config.sub_batch_size is not None
     backbone.eval()
     parts = torch.arange(len(images)).split(256)
     for number, part in enumerate(progress(parts, len(parts), "features of views")):
         views = [make(part, generator(config.seed, VIEWS, -1 - view, number)) for view in range(config.frozen_views)]
         pixels = [views[0].plain, *(view.weak for view in views), *(view.strong for view in views)]
-        owned = deal(len(part), sub_batches(len(part), config.sub_batch_size), world.size).owned
-        yield world.gather(torch.stack([backbone(each) for each in pixels], dim=1).float(), owned).cpu()
+        rows = dealt(len(part), config, world).whole(world.rank)
+        with synchronised(world, config.sync_batchnorm, rows):
+            features = torch.stack([backbone(each) for each in pixels], dim=1).float()
+        yield world.gather(features, rows.shares).cpu()
 
 
 def cached_views(rows: Tensor | RowFile, device: torch.device) -> MakeViews:

@@ -7,6 +7,9 @@ others. Here the function that all of these call is caught instead.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -14,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cdc_plugin.world import World
+from cdc_plugin.exact import PIECEWISE, piecewise
+from cdc_plugin.world import Rows, World
+
+Totals = Callable[..., list[Tensor]]
 
 
-def synchronised(world: World, asked: bool | None) -> contextlib.AbstractContextManager:
+def synchronised(world: World, asked: bool | None, rows: Rows) -> contextlib.AbstractContextManager:
     """While this is open, BatchNorm layers in train mode take the statistics of all processes' rows together.
 
     All processes must call the same layers in the same order, with at least one row in one of them. torch's own
@@ -25,20 +31,24 @@ def synchronised(world: World, asked: bool | None) -> contextlib.AbstractContext
 
     Args:
         asked: None for wherever there are several processes.
+        rows: those that are passed through the network.
     """
     wanted = world.size > 1 if asked is None else asked
-    return _Synchronised(world) if wanted else contextlib.nullcontext()
+    return _Synchronised(world, rows) if wanted else contextlib.nullcontext()
 
 
 class _Synchronised(TorchFunctionMode):
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, rows: Rows) -> None:
         super().__init__()
-        self.world = world
+        self.world, self.rows = world, rows
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.batch_norm and _argument(5, "training", False, args, kwargs):
-            return _batch_norm(self.world, *args, **kwargs)
+            totals = partial(_exact_totals if self.world.exact else _totals, self.world, self.rows)
+            return _batch_norm(totals, self.world, *args, **kwargs)
+        if self.world.exact and function in PIECEWISE:
+            return piecewise(self.world, self.rows.pieces, function, args, kwargs)
         return function(*args, **kwargs)
 
 
@@ -46,7 +56,26 @@ def _argument(place: int, name: str, default: Any, args: Any, kwargs: Any) -> An
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
+def _totals(world: World, _: Rows, *values: Tensor) -> list[Tensor]:
+    """Sums (C,) of values (n, C, ...) over the rows of all processes."""
+    together = world.total(torch.cat([each.sum(dim=_axes(each)) for each in values]))
+    return list(together.chunk(len(values)))
+
+
+def _exact_totals(world: World, rows: Rows, *values: Tensor) -> list[Tensor]:
+    """As `_totals`, bit for bit the same for any number of processes: sums of each row, added in order of the rows."""
+    if len(values[0]) != len(rows.shares[world.rank]):  # rows that are no images, windows say
+        return _totals(world, rows, *(each.double() for each in values))
+    sums = [each.sum(dim=_axes(each)[1:], dtype=torch.float64) if each.ndim > 2 else each.double() for each in values]
+    return list(world.gather(torch.stack(sums, dim=1), rows.shares).sum(dim=0))
+
+
+def _axes(values: Tensor) -> list[int]:
+    return [axis for axis in range(values.ndim) if axis != 1]
+
+
 def _batch_norm(
+    totals: Totals,
     world: World,
     rows: Tensor,
     running_mean: Tensor | None,
@@ -60,7 +89,7 @@ def _batch_norm(
     """As `torch.nn.functional.batch_norm` in training; the names of the last four are torch's."""
     weight = torch.ones(rows.shape[1], device=rows.device) if weight is None else weight
     bias = torch.zeros_like(weight) if bias is None else bias
-    normalised, mean, variance, count = _Normalised.apply(rows, weight, bias, world, eps)
+    normalised, mean, variance, count = _Normalised.apply(rows, weight, bias, totals, world, eps)
     if running_mean is not None and running_variance is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean), momentum)
@@ -74,31 +103,31 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, rows: Tensor, weight: Tensor, bias: Tensor, world: World, epsilon: float
+        context: Any, rows: Tensor, weight: Tensor, bias: Tensor, totals: Totals, world: World, epsilon: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        axes = [axis for axis in range(rows.ndim) if axis != 1]
         values = rows.float()
-        own = values.new_tensor([values.numel() / values.shape[1]])
-        together = world.total(torch.cat([values.sum(dim=axes), own]))
-        mean, count = together[:-1] / together[-1], together[-1]
+        ones = torch.ones(len(rows), 1, device=rows.device).expand(-1, rows.shape[1])
+        total, images = totals(values, ones)
+        count = (images[0] * prod(rows.shape[2:])).float()
+        mean = (total / count).float()
         # In two passes, for the sum of squares minus the square of the sum loses digits.
-        variance = world.total((values - _across(mean, values)).square().sum(dim=axes)) / count
+        variance = (totals((values - _across(mean, values)).square())[0] / count).float()
         context.save_for_backward(rows, weight, mean, (variance + epsilon).rsqrt(), count)
-        context.world, context.axes = world, axes
+        context.totals, context.world = totals, world
         normalised = F.batch_norm(values, mean, variance, weight.float(), bias.float(), False, 0.0, epsilon)
         context.mark_non_differentiable(mean, variance, count)
         return normalised.to(rows.dtype), mean, variance, count
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(context: Any, gradient: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         rows, weight, mean, inverse, count = context.saved_tensors
         slope = gradient.float()
         unit = (rows.float() - _across(mean, rows)) * _across(inverse, rows)
-        of_bias, of_weight = slope.sum(dim=context.axes), (slope * unit).sum(dim=context.axes)
-        total = context.world.total(torch.cat([of_bias, of_weight])) / count
-        mean_slope, mean_product = (_across(part, rows) for part in total.chunk(2))
+        of_bias, of_weight = (total.float() for total in context.totals(slope, slope * unit))
+        mean_slope, mean_product = (_across(total / count, rows) for total in (of_bias, of_weight))
         of_rows = (slope - mean_slope - unit * mean_product) * _across(weight.float() * inverse, rows)
-        return of_rows.to(rows.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+        of_weight, of_bias = (context.world.only_main(total).to(weight.dtype) for total in (of_weight, of_bias))
+        return of_rows.to(rows.dtype), of_weight, of_bias, None, None, None
 
 
 def _across(channels: Tensor, rows: Tensor) -> Tensor:

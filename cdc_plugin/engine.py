@@ -26,7 +26,7 @@ from cdc_plugin.core.moderate import make_selector
 from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.runtime import autocast, generator, own_randomness, rate_factor
-from cdc_plugin.world import ALONE, Deal, World, deal
+from cdc_plugin.world import ALONE, Deal, Rows, World, deal, sizes_of
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,11 @@ class Refiner:
         """
         for module in (self.backbone, self.clustering_head, self.calibration_head):
             _judge_by_batch_statistics(module)
-        owned = self._deal(views).owned
-        features = self.world.gather(self._features(views.plain, len(owned[0])), owned)
+        features = self.world.gather(*self._features(views.plain, views))
         probs = F.softmax(self.clustering_head(features), dim=1)
         weak_features = features
         if views.weak is not views.plain:
-            weak_features = self.world.gather(self._features(views.weak, len(owned[0])), owned)
+            weak_features = self.world.gather(*self._features(views.weak, views))
         hidden = self.judging_head.hidden(weak_features)  # type: ignore[operator]
         weak_probs = F.softmax(self.judging_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
@@ -201,31 +200,35 @@ class Refiner:
         assignment = mini_clusters_of(features, count, randomness)
         return mini_cluster_targets(probs, assignment, count), count
 
-    def _deal(self, views: Views) -> Deal:
-        assert self.config.sub_batch_size is not None
-        return deal(len(views.rows), sub_batches(len(views.rows), self.config.sub_batch_size), self.world.size)
-
     def _parts(self, views: Views, trusted: Tensor) -> Iterator[_Part]:
         """The sub-batches; where passes are saved, without most of the images that are not trusted (B,)."""
-        dealt, first = self._deal(views), 0
-        for rows, shares in zip(dealt.sub_batches, dealt.shares, strict=True):
-            own = torch.arange(first, first + len(shares[self.world.rank]))
-            first += len(own)
-            whole = slice(int(rows[0]), int(rows[-1]) + 1)
-            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and len(shares[-1]) >= 2 * _BLOCK:
+        deal, first = dealt(len(views.rows), self.config, self.world), 0
+        for rows, shares, pieces in zip(deal.sub_batches, deal.shares, deal.pieces, strict=True):
+            whole, own = slice(int(rows[0]), int(rows[-1]) + 1), shares[self.world.rank]
+            kept = torch.ones_like(rows, dtype=torch.bool)
+            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= 2 * _BLOCK:
                 kept = worth_training(trusted[whole])
-                own = own[kept[shares[self.world.rank]]]
-                place = kept.cumsum(dim=0) - 1
-                rows, shares = rows[kept], [place[share[kept[share]]] for share in shares]
-            yield _Part(whole, rows.to(self.device), own.to(self.device), shares)
+            views_of = first + torch.arange(len(own))[kept[own]]
+            place = kept.cumsum(dim=0) - 1
+            trained = Rows([place[share[kept[share]]] for share in shares], sizes_of(pieces[own[kept[own]]]))
+            yield _Part(whole, rows[kept].to(self.device), views_of.to(self.device), trained)
+            first += len(own)
 
-    def _features(self, images: Tensor, most: int) -> Tensor:
-        """Features of this process's images, of which no process has more than ``most``."""
-        parts = -(-most * images.shape[1:].numel() // _JUDGED_AT_ONCE)
-        synchronised_statistics = synchronised(self.world, self.config.sync_batchnorm)
-        with autocast(self.device, self.config.precision), synchronised_statistics:
-            features = torch.cat([self.backbone(part) for part in images.tensor_split(parts)])
-        return features.float()
+    def _features(self, images: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
+        """Features of this process's images, and the places of all processes' ones in the batch."""
+        deal = dealt(len(views.rows), self.config, self.world)
+        # Whole sub-batches: these are the same images, whatever the number of processes.
+        parts = -(-len(views.rows) * images.shape[1:].numel() // _JUDGED_AT_ONCE)
+        groups = torch.arange(len(deal.sub_batches)).tensor_split(min(parts, len(deal.sub_batches)))
+        found, first = [], 0
+        for group in groups:
+            rows = deal.together(range(int(group[0]), int(group[-1]) + 1), self.world.rank)
+            last = first + len(rows.shares[self.world.rank])
+            in_step = synchronised(self.world, self.config.sync_batchnorm, rows)
+            with autocast(self.device, self.config.precision), in_step:
+                found.append(self.backbone(images[first:last]))
+            first = last
+        return torch.cat(found).float(), deal.owned
 
     def _step(self, part: _Part, views: Views, judged: Judgement) -> tuple[Tensor, Tensor]:
         """One step on a sub-batch; returns both losses.
@@ -250,9 +253,7 @@ class Refiner:
         loss = self._clustering_loss(part, views, judged.selection)
         features = judged.features[part.rows]
         if not config.stop_gradient:
-            dealt = self._deal(views)
-            own = self._features(views.plain, len(dealt.owned[0]))
-            features = self.world.gather_with_gradient(own, dealt.owned)[part.rows]
+            features = self.world.gather_with_gradient(*self._features(views.plain, views))[part.rows]
         calibration = self._calibration_loss(features, targets)
         moved = [self.clustering_optimizer, *([self.calibration_optimizer] if config.heads == "dual" else [])]
         self._descend(loss + calibration, *moved)
@@ -262,9 +263,9 @@ class Refiner:
         self.backbone.train()
         self.clustering_head.train()
         with autocast(self.device, self.config.precision):
-            with synchronised(self.world, self.config.sync_batchnorm):
+            with synchronised(self.world, self.config.sync_batchnorm, part.shared):
                 own = self.backbone(_some(views.strong, part.own))
-            logits = self.clustering_head(self.world.gather_with_gradient(own, part.shares))
+            logits = self.clustering_head(self.world.gather_with_gradient(own, part.shared.shares))
         return pseudo_label_loss(logits.float(), selection.labels[part.trained], selection.mask[part.trained])
 
     def _calibration_loss(self, features: Tensor, targets: Tensor) -> Tensor:
@@ -338,6 +339,12 @@ class Refiner:
         self.under_way = _UnderWay(len(self.under_way.sizes), state.get("under_way"))
 
 
+def dealt(images: int, config: RefineConfig, world: World) -> Deal:
+    """How a batch of so many images is shared by the processes."""
+    assert config.sub_batch_size is not None
+    return deal(images, sub_batches(images, config.sub_batch_size), world)
+
+
 @dataclass(frozen=True)
 class _Part:
     """A sub-batch.
@@ -346,25 +353,26 @@ class _Part:
         rows: of the batch.
         trained: (n,) those of them that the clustering head is trained on.
         own: which of this process's views are of ``trained``.
-        shares: for each process, the places of its views among ``trained``.
+        shared: whose ``trained`` are.
     """
 
     rows: slice
     trained: Tensor
     own: Tensor
-    shares: list[Tensor]
+    shared: Rows
 
 
 def worth_training(trusted: Tensor) -> Tensor:
-    """The images (b,) of a sub-batch that are trained on: all trusted ones, and others for company.
+    """The images (b,) of a sub-batch that are trained on: of four neighbours at least two and at most three.
 
     An image that is not trusted has no part in the pseudo-label loss; all it gives is its part in the statistics of
-    BatchNorm. These need some images in every process: at least two of four neighbours.
+    BatchNorm, which need some images in every process. Of four trusted ones the last is left out until another epoch.
     """
-    padded = F.pad(trusted, (0, -len(trusted) % _BLOCK), value=True).view(-1, _BLOCK)
-    missing = (_BLOCK // 2 - padded.sum(dim=1, keepdim=True)).clamp(min=0)
-    company = ~padded & ((~padded).cumsum(dim=1) <= missing)
-    return (padded | company).flatten()[: len(trusted)]
+    blocks = F.pad(trusted, (0, -len(trusted) % _BLOCK), value=True).view(-1, _BLOCK)
+    kept = blocks & (blocks.cumsum(dim=1) <= _MOST)
+    missing = (_LEAST - kept.sum(dim=1, keepdim=True)).clamp(min=0)
+    company = ~blocks & ((~blocks).cumsum(dim=1) <= missing)
+    return (kept | company).flatten()[: len(trusted)]
 
 
 def _some(images: Tensor, rows: Tensor) -> Tensor:
@@ -406,8 +414,9 @@ _JUDGED_AT_ONCE = 100_000_000
 # an accuracy of 78 % (96 px). Single runs; 8 itself was not measured.
 _LARGEST, _LARGEST_FROZEN = 50.0, 8.0
 
-# Neighbours that `worth_training` looks at together, and sub-batches too small for it to matter.
-_BLOCK, _WORTH_SAVING = 4, 32
+# Neighbours that `worth_training` looks at together, and how many of them are trained on. Smaller sub-batches are
+# trained whole: of larger ones each of up to eight processes has a whole block, so that all of them have images.
+_BLOCK, _LEAST, _MOST, _WORTH_SAVING = 4, 2, 3, 64
 
 _STATEFUL = (
     "backbone",

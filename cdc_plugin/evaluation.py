@@ -25,7 +25,7 @@ from cdc_plugin.features import Features, find_rows, keep_rows
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import autocast
-from cdc_plugin.world import ALONE, World
+from cdc_plugin.world import ALONE, NEIGHBOURS, World
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def extract_features(
     backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
 ) -> Tensor:
     """Features (N, D) of the plain views, on the CPU."""
-    return torch.cat(list(_features_of(torch.arange(len(images)), backbone, images, device, precision, progress)))
+    return torch.cat(list(_features_of(ALONE, backbone, images, device, precision, progress)))
 
 
 def shared_features(
@@ -60,17 +60,15 @@ def shared_features(
     They are kept in the cache, under a name made of weights, images and input, and found there again.
     """
     share = world.share_of(len(images))
-    key = features_key(backbone, images, device, precision, f"{world.rank}/{world.size}")
+    key = features_key(backbone, images, device, precision, str(world))
     shape = (len(share), backbone.feature_dim)
     rows = find_rows(key, shape)
     if rows is None:
-        rows = keep_rows(key, shape, _features_of(share, backbone, images, device, precision, progress))
+        rows = keep_rows(key, shape, _features_of(world, backbone, images, device, precision, progress))
     return Features(rows, len(images), world)
 
 
-def features_key(
-    backbone: Backbone, images: ImageSet, device: torch.device, precision: str, more: str
-) -> str | None:
+def features_key(backbone: Backbone, images: ImageSet, device: torch.device, precision: str, more: str) -> str | None:
     """Name of features in the cache: changes with weights, images, how they are put in and what else matters.
 
     None for a module of the user's own: the same weights may stand in changed code.
@@ -89,16 +87,21 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @torch.no_grad()
 def _features_of(
-    chosen: Tensor,
+    world: World,
     backbone: Backbone,
     images: ImageSet,
     device: torch.device,
     precision: str,
     progress: Progress | None,
 ) -> Iterator[Tensor]:
+    """Features of this process's share of the images, part by part."""
     settings = view_settings(backbone)
     backbone.eval()
-    parts = chosen.split(256)
+    share = world.share_of(len(images))
+    if not len(share):
+        yield torch.empty(0, backbone.feature_dim)
+        return
+    parts = share.split(NEIGHBOURS if world.exact else 256)
     for part in progress(parts, len(parts), "features") if progress else parts:
         views = plain_view(images.batch(part).to(device), settings)
         with autocast(device, precision):
@@ -185,7 +188,7 @@ def predict(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
     """Probabilities of the clustering and of the calibration head, and the features."""
     share = world.share_of(len(images))
-    parts = _features_of(share, model.backbone, images, device, precision, progress)
+    parts = _features_of(world, model.backbone, images, device, precision, progress)
     features = Features(keep_rows(None, (len(share), model.backbone.feature_dim), parts), len(images), world)
     clustering = head_probabilities(model.clustering_head, features)
     return clustering, head_probabilities(model.calibration_head, features), features

@@ -42,8 +42,8 @@ def setback_warning(epoch: int | None) -> list[dict[str, str]]:
     if epoch is None:
         return []
     text = (
-        f"The loss was not finite in epoch {epoch}: from the epoch before it on the rates were {SLOWER:g} of those asked "
-        "for. Lower lr_backbone and lr_heads, or precision=float32, may give a better run."
+        f"The loss was not finite in epoch {epoch}: from the epoch before it on, the rates were {SLOWER:g} of those "
+        "asked for. Lower lr_backbone and lr_heads, or precision=float32, may give a better run."
     )
     return [{"kind": "not-finite", "text": text}]
 

@@ -90,16 +90,15 @@ class Features:
         return self.count
 
     def blocks(self) -> Iterator[Tensor]:
-        """This process's features, block by block."""
-        for start in range(0, len(self.own), BLOCK):
+        """This process's features, block by block; at least one, which is empty where it has no image."""
+        for start in range(0, max(1, len(self.own)), BLOCK):
             rows = self.own[start : start + BLOCK]
             yield rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
 
     def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:
         """What ``work`` makes of every row, (N, ...), from blocks of this process and all others."""
         done = [work(block).cpu() for block in self.blocks()]
-        owned = [torch.arange(self.count).tensor_split(self.world.size)[rank] for rank in range(self.world.size)]
-        return self.world.gather(torch.cat(done), owned)
+        return self.world.gather(torch.cat(done), self.world.shares_of(self.count))
 
     def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
@@ -107,9 +106,9 @@ class Features:
         if self.count <= most:
             return self.map(lambda block: block), torch.arange(self.count)
         chosen = torch.randperm(self.count, generator=generator)[:most].sort().values
-        shares = torch.arange(self.count).tensor_split(self.world.size)
-        owned = [((chosen >= share[0]) & (chosen <= share[-1])).nonzero().flatten() for share in shares]
-        first = int(shares[self.world.rank][0])
+        shares = self.world.shares_of(self.count)
+        owned = [torch.isin(chosen, share, assume_unique=True).nonzero().flatten() for share in shares]
+        first = sum(map(len, shares[: self.world.rank]))
         rows = self.own[(chosen[owned[self.world.rank]] - first).numpy()]
         own = rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
         return self.world.gather(own, owned), chosen

@@ -33,7 +33,7 @@ from cdc_plugin.heads import build_head
 from cdc_plugin.inputs import check_request, configure, open_data
 from cdc_plugin.model import Backbone
 from cdc_plugin.preparation import frozen_views, gather, initialise
-from cdc_plugin.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch
+from cdc_plugin.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch, watched
 from cdc_plugin.report.of_run import findings_of_run
 from cdc_plugin.report.page import write_page
 from cdc_plugin.results import (
@@ -56,7 +56,7 @@ from cdc_plugin.signals import Terminated, noticing_termination
 from cdc_plugin.tables import prediction_table, write_table
 from cdc_plugin.trackers import Tracking, make_trackers, open_all
 from cdc_plugin.tracking import TrainingProgress, log, log_to, progress, write_history
-from cdc_plugin.world import ALONE, World, joined, restarted
+from cdc_plugin.world import ALONE, World, joined, restarted, settled
 
 
 def refine(
@@ -107,7 +107,7 @@ def run(
 
     Every process of ``torchrun`` comes here and returns the same report; the main one alone writes.
     """
-    began = time.monotonic()
+    began, threads = time.monotonic(), torch.get_num_threads()
     check_request(config, resume)
     with joined() as world:
         if restarted():  # the same command again, after a fault
@@ -129,12 +129,14 @@ def run(
         except (RuntimeError, MemoryError) as error:
             raise in_words(error, config, folder, world) from error
         finally:
+            torch.set_num_threads(threads)
             if world.main:
                 leave_nothing_behind(folder)
 
 
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any, world: World) -> Run:
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
+    world = settled(world, choose_device(config.device), config.sync_batchnorm)
     material = gather(config, module, data, world=world)
     heads, chosen = initialise(material)
     config, backbone, images, features = material.config, material.backbone, material.images, material.features
@@ -174,6 +176,7 @@ def restart(
         raise UserError(f"{folder} was begun with a module of your own; pass it again to go on")
     backbone = Backbone(network, **record)
     device = choose_device(config.device)
+    world = settled(world, device, config.sync_batchnorm)
     backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = open_data(config, backbone, data)
     refuse_other_settings(given, stored, len(images), folder)
@@ -186,7 +189,7 @@ def restart(
     model = Clusterer(backbone, heads[0], heads[1])
     if config.freeze_backbone:
         backbone.module.load_state_dict(state["frozen"])
-    kept = {name: state.get(name) for name in ("before", "history", "start", "old", "setback")}
+    kept: dict[str, Any] = {name: state.get(name) for name in ("before", "history", "start", "old", "setback")}
     check_shares(config, world)
     last_epochs = state.get("last_epochs", [])
     return Run(config, folder, device, images, model, **kept, last_epochs=last_epochs, state=state, world=world)
@@ -227,7 +230,7 @@ def train(current: Run, track: Tracking) -> None:
         current.history.append(bar.after_epoch(stats))
         for finding in new_findings(current.history, config):
             log.warning("%s", finding.text)
-        if refiner.epoch > epochs - WATCHED_EPOCHS:
+        if epochs - WATCHED_EPOCHS < refiner.epoch < epochs:  # after the last one, all images are looked at anyway
             current.last_epochs.append(watch(model, images, current.device, config.precision))
         save()
         track.epoch(current.history[-1])  # only now: a run that is killed in between makes up for it
@@ -270,7 +273,7 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
         seen,
         anew,
         current.start,
-        current.last_epochs,
+        [*current.last_epochs, assignment[watched(len(images))]],
         chosen,
     )
     card = assess(evidence)

@@ -70,9 +70,13 @@ class Evidence:
 
 def watch(model: Clusterer, images: ImageSet, device: torch.device, precision: str) -> Tensor:
     """Clusters (m,) of a few images, the same ones every time: how many change them between the last epochs?"""
-    chosen = torch.linspace(0, len(images) - 1, min(WATCHED, len(images))).long()
     view = partial(plain_view, settings=view_settings(model.backbone))
-    return _clusters_of(model, images, chosen, view, device, precision)
+    return _clusters_of(model, images, watched(len(images)), view, device, precision)
+
+
+def watched(count: int) -> Tensor:
+    """Which of so many images `watch` looks at."""
+    return torch.linspace(0, count - 1, min(WATCHED, count)).long()
 
 
 def see_anew(

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,9 @@ from cdc_plugin.errors import UserError
 
 Shared = TypeVar("Shared")
 PATIENCE = datetime.timedelta(hours=2)  # that processes wait for another, which may be reading all images
+# Images that stay together however many processes there are: of the whole set, and pieces of a sub-batch.
+NEIGHBOURS, PIECES = 32, 16
+MOST_EXACT = 8  # processes; with more, pieces would be dealt too unevenly
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,28 @@ class World:
 
     Args:
         local_rank: which process on this machine.
+        exact: results are to be those of any other number of processes, bit for bit.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    exact: bool = False
 
     @property
     def main(self) -> bool:
         """Whether this is the process that writes files and speaks."""
         return self.rank == 0
 
+    def shares_of(self, count: int) -> list[Tensor]:
+        """Which of ``count`` images are whose: near-equal runs of consecutive ones, in whole NEIGHBOURS."""
+        blocks = torch.arange(-(-count // NEIGHBOURS)).tensor_split(self.size)
+        ends = [0, *(min(count, int(block[-1] + 1) * NEIGHBOURS) if len(block) else count for block in blocks)]
+        return [torch.arange(first, last) for first, last in pairwise(ends)]
+
     def share_of(self, count: int) -> Tensor:
-        """Which of ``count`` things are this process's: a near-equal run of consecutive ones."""
-        return torch.arange(count).tensor_split(self.size)[self.rank]
+        """Which of ``count`` images are this process's."""
+        return self.shares_of(count)[self.rank]
 
     def from_main(self, make: Callable[[], Shared]) -> Shared:
         """What ``make`` gives in the main process, in all of them; the others do not call it."""
@@ -88,6 +100,10 @@ class World:
             dist.broadcast(tensor, src=0)
         return tensor
 
+    def only_main(self, tensor: Tensor) -> Tensor:
+        """The tensor in the main process and zeros in the others: its `total` is itself."""
+        return tensor if self.main else torch.zeros_like(tensor)
+
     def gather(self, rows: Tensor, owned: Sequence[Tensor]) -> Tensor:
         """Rows of all processes in order.
 
@@ -127,29 +143,76 @@ ALONE = World()
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Images that all processes pass through the network together.
+
+    Args:
+        shares: for each process, the places (n,) of its images among all of them.
+        pieces: how many of this process's images are in each piece.
+    """
+
+    shares: list[Tensor]
+    pieces: list[int]
+
+
+@dataclass(frozen=True)
 class Deal:
     """How a batch is dealt to the processes: each has a near-equal share of every sub-batch.
 
     Args:
-        sub_batches: (m,) rows of the batch, for each sub-batch.
-        owned: for each process, its rows of the batch, sub-batch after sub-batch.
+        sub_batches: (b,) rows of the batch, for each sub-batch.
         shares: for each sub-batch and process, its rows of the sub-batch.
+        pieces: for each sub-batch, the piece (b,) that each of its rows is in; no piece has two owners.
     """
 
     sub_batches: list[Tensor]
-    owned: list[Tensor]
     shares: list[list[Tensor]]
+    pieces: list[Tensor]
+
+    @property
+    def owned(self) -> list[Tensor]:
+        """For each process, its rows of the batch, sub-batch after sub-batch."""
+        return self.whole(0).shares
+
+    def whole(self, rank: int) -> Rows:
+        """All sub-batches as one."""
+        return self.together(range(len(self.sub_batches)), rank)
+
+    def together(self, numbers: range, rank: int) -> Rows:
+        """Consecutive sub-batches as one; places are among their rows."""
+        first = int(self.sub_batches[numbers[0]][0])
+        parts = [[self.sub_batches[n][rows] - first for rows in self.shares[n]] for n in numbers]
+        shares = [torch.cat(own) for own in zip(*parts, strict=True)]
+        return Rows(shares, [size for n in numbers for size in sizes_of(self.pieces[n][self.shares[n][rank]])])
 
 
-def deal(count: int, sub_batches: int, processes: int) -> Deal:
-    """Deal ``count`` images in so many sub-batches."""
+def deal(count: int, sub_batches: int, world: World) -> Deal:
+    """Deal ``count`` images in so many sub-batches; an exact world cuts no piece in two."""
     parts = list(torch.arange(count).tensor_split(sub_batches))
-    shares = [list(torch.arange(len(part)).tensor_split(processes)) for part in parts]
-    owned = [
-        torch.cat([part[share[process]] for part, share in zip(parts, shares, strict=True)])
-        for process in range(processes)
-    ]
-    return Deal(parts, owned, shares)
+    pieces = [torch.arange(len(part)) // (max(1, len(part) // PIECES) if world.exact else 1) for part in parts]
+    shares = []
+    for piece in pieces:
+        owners = [numbers.tolist() for numbers in piece.unique().tensor_split(world.size)]
+        shares.append([torch.isin(piece, torch.tensor(own)).nonzero().flatten() for own in owners])
+    return Deal(parts, shares, pieces)
+
+
+def sizes_of(pieces: Tensor) -> list[int]:
+    """How many rows each piece has, from the piece (n,) of each row."""
+    return pieces.unique_consecutive(return_counts=True)[1].tolist()
+
+
+def settled(world: World, device: torch.device, synchronise: bool | None) -> World:
+    """The world of a run on such a device: exact on CPUs, where BatchNorm is synchronised; one thread a process then.
+
+    Args:
+        synchronise: None for wherever there are several processes.
+    """
+    wanted = world.size > 1 if synchronise is None else synchronise
+    exact = wanted and device.type == "cpu" and world.size <= MOST_EXACT
+    if exact:
+        torch.set_num_threads(1)  # with more of them sums have another order
+    return replace(world, exact=exact)
 
 
 @contextlib.contextmanager

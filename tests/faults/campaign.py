@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from fault_runs import QUICK, Ended, Fault, Started, assert_same_results, epochs_in, refine
+from fault_runs import QUICK, Ended, Fault, Started, assert_same_results, epochs_in, refine  # noqa: E402
 
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1}
 DISK = ("torch:save", "os:fsync", "os:replace", "tempfile:mkstemp")

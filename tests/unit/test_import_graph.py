@@ -20,6 +20,7 @@ LAYERS = [
     {"data", "checkpoints", "tracking", "trackers", "results"},
     {"tables"},
     {"model", "heads", "runtime", "batchnorm"},
+    {"exact"},
     {"core", "metrics", "selective"},
     {"config", "registry", "demo", "world"},
     {"errors", "signals"},
