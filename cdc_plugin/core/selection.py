@@ -108,7 +108,11 @@ def _top_samples(probs: Tensor) -> Tensor:
             f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
             f"pass batch_size={2 * clusters} or more (and at least as many images), or fewer --clusters"
         )
-    # (B // C, C), best sample first; a stable sort makes ties the same on every device.
+    # (B // C, C), best sample first and of equal ones the first, so that ties are the same on every device.
+    best = probs.topk(batch // clusters, dim=0)
+    if ((probs >= best.values[-1]).sum(dim=0) == len(best.values)).all():  # no tie for the last place
+        rows = best.indices.sort(dim=0).values
+        return rows.gather(0, probs.gather(0, rows).sort(dim=0, descending=True, stable=True).indices)
     return probs.sort(dim=0, descending=True, stable=True).indices[: batch // clusters]
 
 

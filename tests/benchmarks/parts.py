@@ -16,6 +16,8 @@ from cdc_plugin.core.selection import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view
+from cdc_plugin.evaluation import refine_over_all
+from cdc_plugin.features import Features
 from cdc_plugin.runtime import generator
 
 FEATURES = 64  # D where growth is measured
@@ -101,8 +103,15 @@ def _minis(count: int, clusters: int) -> Work:
 
 
 def _heads(count: int, clusters: int) -> Work:
-    features = blobs(count, FEATURES, clusters)
-    return lambda: prototype_head(features, clusters, FEATURES, generator(0))
+    """As a run does it: of very many features the starts of k-means see a sample."""
+    features = Features(blobs(count, FEATURES, clusters), count)
+
+    def work() -> object:
+        rows, chosen = features.sample(clusters, generator(0))
+        refine = None if len(chosen) == count else refine_over_all(features)
+        return prototype_head(rows, clusters, FEATURES, generator(0), refine)
+
+    return work
 
 
 def _selection(count: int, clusters: int) -> Work:

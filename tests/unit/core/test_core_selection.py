@@ -7,6 +7,7 @@ from cdc_plugin.core.selection import (
     Confident,
     ConfidentColumn,
     Seen,
+    _top_samples,
     select_confident,
     select_confident_column,
     selections,
@@ -127,3 +128,12 @@ def test_selectors_give_what_their_functions_give_and_remember_nothing(name, sel
         assert torch.equal(selection.mask, expected.mask)
         assert torch.equal(selection.quota, expected.quota)
     assert selector.state == {}
+
+
+@pytest.mark.parametrize("clusters", [2, 10, 60])
+@pytest.mark.parametrize("levels", [3, 50, 10**6])
+def test_the_best_samples_are_those_of_a_stable_sort_with_and_without_ties(clusters, levels, randomness):
+    probs = torch.randint(1, levels + 1, (300, clusters), generator=randomness).float()
+    probs /= levels * clusters
+    whole = probs.sort(dim=0, descending=True, stable=True).indices[: 300 // clusters]
+    assert torch.equal(_top_samples(probs), whole)
