@@ -12,7 +12,7 @@ from cdc_plugin.clusterer import view_settings
 from cdc_plugin.config import RefineConfig, batch_sizes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.data.views import Share, ViewSettings, make_views, random_views
+from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.engine import Views, dealt
 from cdc_plugin.model import Backbone
 from cdc_plugin.runtime import generator
@@ -70,10 +70,17 @@ def fresh_views(
         if device.type == "cuda":
             pixels = pixels.pin_memory()
         pixels = pixels.to(device, non_blocking=True)
-        if not fast:
-            return Views(*make_views(pixels, settings, randomness, share), chosen)
-        weak, strong = random_views(pixels, settings, randomness, share)
-        return Views(weak, weak, strong, chosen)
+        weak = channels_last(weak_view(pixels, settings, randomness, share))
+        plain = weak if fast else channels_last(plain_view(pixels, settings))
+        drawn = randomness.get_state()
+
+        def strong(own: Tensor) -> Tensor:
+            """Of some images only, just before they are trained on; what is random does not depend on which."""
+            some = Share(share.count, share.rows[own.cpu()])
+            again = torch.Generator().set_state(drawn)
+            return channels_last(strong_view(pixels.index_select(0, own), settings, again, some))
+
+        return Views(plain, weak, strong, chosen)
 
     return make
 
@@ -88,7 +95,8 @@ def view_features(
     parts = torch.arange(len(images)).split(256)
     for number, part in enumerate(progress(parts, len(parts), "features of views")):
         views = [make(part, generator(config.seed, VIEWS, -1 - view, number)) for view in range(config.frozen_views)]
-        pixels = [views[0].plain, *(view.weak for view in views), *(view.strong for view in views)]
+        own = torch.arange(len(views[0].plain), device=device)
+        pixels = [views[0].plain, *(view.weak for view in views), *(view.strong_of(own) for view in views)]
         rows = dealt(len(part), config, world).whole(world.rank)
         with synchronised(world, config.sync_batchnorm, rows):
             features = torch.stack([backbone(each) for each in pixels], dim=1).float()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdc_plugin import __version__
 from cdc_plugin.errors import UserError
+from cdc_plugin.process import set_up_process
 from cdc_plugin.signals import Terminated, ending_on_termination
 
 if TYPE_CHECKING:
@@ -220,9 +221,7 @@ def _guard(
     """Run a command; what the user can mend becomes one line and exit code 2."""
     # key=value words may stand before, between and after the options.
     options = parser.parse_intermixed_args(arguments)
-    # Read by OpenMP when torch is imported: waiting threads sleep instead of spinning, which on a busy machine
-    # took a third of the time and a quarter of the CPU seconds of the "active" policy.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_up_process()
     try:
         with ending_on_termination():
             command(options)

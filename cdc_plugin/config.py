@@ -57,8 +57,8 @@ class RefineConfig:
     threshold: float = 0.95  # confidence that fixed and flexmatch ask for
     selection_momentum: float = 0.9  # share of the past in freematch's moving averages, a batch
 
-    # fast: weak views serve selection and targets, and images that are not trusted are not trained on, in vain as it
-    # were; full: plain views for the targets and all images in training, as in the paper.
+    # fast: one pass for selection and targets, and three of four images in training, those that are trusted first;
+    # full: two passes, and all images, as in the paper.
     passes: str = "fast"
     epochs: int | None = None
     batch_size: int | None = None  # B: selection and mini-clusters are computed over it

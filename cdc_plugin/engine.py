@@ -37,13 +37,18 @@ class Views:
     ``weak``, one pass through the backbone serves both.
 
     Args:
+        strong: the views, or what makes those of some of this process's images (n,).
         rows: (B,) numbers of the images in the whole set.
     """
 
     plain: Tensor
     weak: Tensor
-    strong: Tensor
+    strong: Tensor | Callable[[Tensor], Tensor]
     rows: Tensor
+
+    def strong_of(self, own: Tensor) -> Tensor:
+        """Strong views of some of this process's images (n,)."""
+        return self.strong.index_select(0, own) if isinstance(self.strong, Tensor) else self.strong(own)
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,9 @@ class Refiner:
         if any(True for _ in backbone.parameters()):
             groups.append({"params": list(backbone.parameters()), "lr": config.lr_backbone})
         # Two optimisers: the calibration head never moves the backbone (Sec. 3.1, "stop gradient").
-        self.clustering_optimizer = torch.optim.Adam(groups)
-        self.calibration_optimizer = torch.optim.Adam(calibration_head.parameters(), lr=config.lr_heads)
+        fused = device.type in ("cpu", "cuda")  # all weights in one go
+        self.clustering_optimizer = torch.optim.Adam(groups, fused=fused)
+        self.calibration_optimizer = torch.optim.Adam(calibration_head.parameters(), lr=config.lr_heads, fused=fused)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
         assert config.clusters is not None
         self.select = make_selector(
@@ -201,12 +207,12 @@ class Refiner:
         return mini_cluster_targets(probs, assignment, count), count
 
     def _parts(self, views: Views, trusted: Tensor) -> Iterator[_Part]:
-        """The sub-batches; where passes are saved, without most of the images that are not trusted (B,)."""
+        """The sub-batches; where passes are saved, without a quarter of the images: see `worth_training`."""
         deal, first = dealt(len(views.rows), self.config, self.world), 0
         for rows, shares, pieces in zip(deal.sub_batches, deal.shares, deal.pieces, strict=True):
             whole, own = slice(int(rows[0]), int(rows[-1]) + 1), shares[self.world.rank]
             kept = torch.ones_like(rows, dtype=torch.bool)
-            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= 2 * _BLOCK:
+            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= _BLOCK:
                 kept = worth_training(trusted[whole])
             views_of = first + torch.arange(len(own))[kept[own]]
             place = kept.cumsum(dim=0) - 1
@@ -264,7 +270,7 @@ class Refiner:
         self.clustering_head.train()
         with autocast(self.device, self.config.precision):
             with synchronised(self.world, self.config.sync_batchnorm, part.shared):
-                own = self.backbone(_some(views.strong, part.own))
+                own = self.backbone(views.strong_of(part.own))
             logits = self.clustering_head(self.world.gather_with_gradient(own, part.shared.shares))
         return pseudo_label_loss(logits.float(), selection.labels[part.trained], selection.mask[part.trained])
 
@@ -363,24 +369,18 @@ class _Part:
 
 
 def worth_training(trusted: Tensor) -> Tensor:
-    """The images (b,) of a sub-batch that are trained on: of four neighbours at least two and at most three.
+    """The images (b,) of a sub-batch that are trained on: three of four neighbours, always as many of a sub-batch.
 
-    An image that is not trusted has no part in the pseudo-label loss; all it gives is its part in the statistics of
-    BatchNorm, which need some images in every process. Of four trusted ones the last is left out until another epoch.
+    An image that is not trusted has no part in the pseudo-label loss, it only adds to the statistics of BatchNorm: it
+    is left out first. Of four trusted ones the last has to wait for another epoch.
     """
-    blocks = F.pad(trusted, (0, -len(trusted) % _BLOCK), value=True).view(-1, _BLOCK)
-    kept = blocks & (blocks.cumsum(dim=1) <= _MOST)
-    missing = (_LEAST - kept.sum(dim=1, keepdim=True)).clamp(min=0)
-    company = ~blocks & ((~blocks).cumsum(dim=1) <= missing)
-    return (kept | company).flatten()[: len(trusted)]
-
-
-def _some(images: Tensor, rows: Tensor) -> Tensor:
-    """Some rows (b, ...), in the layout that they have; neighbours are not copied."""
-    if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1:
-        return images[int(rows[0]) : int(rows[-1]) + 1]
-    chosen = images.index_select(0, rows)
-    return chosen.contiguous(memory_format=torch.channels_last) if images.ndim == 4 else chosen
+    kept = torch.ones_like(trusted)
+    blocks = len(trusted) // _BLOCK * _BLOCK
+    doubtful = ~trusted[:blocks].view(-1, _BLOCK)
+    doubtful[:, -1] = True
+    left_out = doubtful.int().argmax(dim=1) + torch.arange(0, blocks, _BLOCK, device=trusted.device)
+    kept[left_out] = False
+    return kept
 
 
 class _UnderWay:
@@ -414,9 +414,9 @@ _JUDGED_AT_ONCE = 100_000_000
 # an accuracy of 78 % (96 px). Single runs; 8 itself was not measured.
 _LARGEST, _LARGEST_FROZEN = 50.0, 8.0
 
-# Neighbours that `worth_training` looks at together, and how many of them are trained on. Smaller sub-batches are
-# trained whole: of larger ones each of up to eight processes has a whole block, so that all of them have images.
-_BLOCK, _LEAST, _MOST, _WORTH_SAVING = 4, 2, 3, 64
+# Neighbours that `worth_training` looks at together. A constant number of them is left out: convolutions on CPUs are
+# prepared anew for every number of images, which took 7 % of an epoch. Small sub-batches are trained whole.
+_BLOCK, _WORTH_SAVING = 4, 32
 
 _STATEFUL = (
     "backbone",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import threading
 import time
@@ -169,7 +170,7 @@ class Deal:
     shares: list[list[Tensor]]
     pieces: list[Tensor]
 
-    @property
+    @functools.cached_property
     def owned(self) -> list[Tensor]:
         """For each process, its rows of the batch, sub-batch after sub-batch."""
         return self.whole(0).shares
@@ -186,6 +187,7 @@ class Deal:
         return Rows(shares, [size for n in numbers for size in sizes_of(self.pieces[n][self.shares[n][rank]])])
 
 
+@functools.lru_cache(maxsize=64)  # batches of an epoch have the same size, but for one image
 def deal(count: int, sub_batches: int, world: World) -> Deal:
     """Deal ``count`` images in so many sub-batches; an exact world cuts no piece in two."""
     parts = list(torch.arange(count).tensor_split(sub_batches))

@@ -25,7 +25,7 @@ from cdc_plugin.batches import (
 )
 from cdc_plugin.config import RefineConfig, steps_an_epoch
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.views import plain_view, strong_view, weak_view
+from cdc_plugin.data.views import channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.engine import Refiner
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import head_probabilities, kmeans_assignment
@@ -158,20 +158,17 @@ def task_of(bench: Bench) -> Task:
     def image(rows: Tensor) -> Tensor:
         return pixels(rows).to(device, non_blocking=True)
 
-    def last(view: Tensor) -> Tensor:
-        return view.contiguous(memory_format=torch.channels_last)
-
     plain, weak, strong = (
-        lambda rows, randomness: last(plain_view(image(rows), settings)),
-        lambda rows, randomness: last(weak_view(image(rows), settings, randomness)),
-        lambda rows, randomness: last(strong_view(image(rows), settings, randomness)),
+        lambda rows, randomness: channels_last(plain_view(image(rows), settings)),
+        lambda rows, randomness: channels_last(weak_view(image(rows), settings, randomness)),
+        lambda rows, randomness: channels_last(strong_view(image(rows), settings, randomness)),
     )
     if bench.views is not None:
         backbone, pick = nn.Identity(), cached_views(bench.views, device)
         plain, weak, strong = (
             lambda rows, randomness: pick(rows, randomness).plain,
             lambda rows, randomness: pick(rows, randomness).weak,
-            lambda rows, randomness: pick(rows, randomness).strong,
+            lambda rows, randomness: pick(rows, randomness).strong_of(torch.arange(len(rows), device=device)),
         )
     return Task(
         backbone,

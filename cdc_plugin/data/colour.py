@@ -29,16 +29,17 @@ def equalize(images: Tensor, magnitude: Tensor) -> Tensor:
     level, as in Pillow.
     """
     count, channels, height, width = images.shape
-    rows = count * channels
-    levels = images.reshape(rows, height * width).long()
-    offsets = torch.arange(rows, device=images.device).unsqueeze(1) * 256
-    histogram = torch.bincount((levels + offsets).flatten(), minlength=rows * 256).view(rows, 256)
-    brightest = histogram.gather(1, levels.amax(dim=1, keepdim=True))  # (rows, 1) pixels of the last level
-    step = (height * width - brightest) // 255
+    rows, pixels = count * channels, height * width
+    levels = images.reshape(rows, pixels)
+    places = levels.int() + torch.arange(0, rows * 256, 256, dtype=torch.int32, device=images.device).unsqueeze(1)
+    histogram = torch.bincount(places.flatten(), minlength=rows * 256).view(rows, 256)
+    brightest = histogram.gather(1, levels.amax(dim=1, keepdim=True).long())  # (rows, 1) pixels of the last level
+    step = (pixels - brightest) // 255
     below = histogram.cumsum(dim=1) - histogram
-    table = ((below + step // 2) // step.clamp(min=1)).clamp(max=255)
-    table = torch.where(step > 0, table, torch.arange(256, device=images.device))
-    return table.to(torch.uint8).gather(1, levels).view_as(images)
+    # Whole numbers below 2 ** 24 are divided exactly enough in float32, and much faster.
+    table = torch.div((below + step // 2).float(), step.clamp(min=1).float(), rounding_mode="floor").clamp_(max=255)
+    table = torch.where(step > 0, table, torch.arange(256.0, device=images.device))
+    return table.to(torch.uint8).gather(1, levels.long()).view_as(images)
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:

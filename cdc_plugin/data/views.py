@@ -100,17 +100,18 @@ def make_views(
     Args:
         share: which images of a batch these are; None for all of them.
     """
-    plain = plain_view(images, settings).contiguous(memory_format=torch.channels_last)
-    return plain, *random_views(images, settings, generator, share)
+    views = (
+        plain_view(images, settings),
+        weak_view(images, settings, generator, share),
+        strong_view(images, settings, generator, share),
+    )
+    plain, weak, strong = map(channels_last, views)
+    return plain, weak, strong
 
 
-def random_views(
-    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
-) -> tuple[Tensor, Tensor]:
-    """Weak and strong view, as in `make_views`."""
-    views = weak_view(images, settings, generator, share), strong_view(images, settings, generator, share)
-    weak, strong = (view.contiguous(memory_format=torch.channels_last) for view in views)
-    return weak, strong
+def channels_last(view: Tensor) -> Tensor:
+    """The layout that convolutions like best."""
+    return view.contiguous(memory_format=torch.channels_last)
 
 
 def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
@@ -240,7 +241,7 @@ def _cut_out(images: Tensor, largest: int, generator: torch.Generator, share: Sh
     pixel = torch.arange(size)
     inside = (pixel >= first) & (pixel < first + side)  # (2, B, size): rows, columns
     hole = inside[0].unsqueeze(2) & inside[1].unsqueeze(1)
-    return images.mul_((~hole).float().unsqueeze(1).to(images.device))
+    return images.masked_fill_(hole.unsqueeze(1).to(images.device), 0)
 
 
 def _check(images: Tensor) -> None:

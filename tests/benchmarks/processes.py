@@ -58,6 +58,9 @@ def _peak(images: Path, folder: Path, words: tuple[str, ...]) -> int:
 
 
 def _child(images: str, out: str, words: list[str]) -> None:
+    from cdc_plugin.process import set_up_process
+
+    set_up_process()  # as the commands do
     import torch
     from torch import nn
 

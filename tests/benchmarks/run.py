@@ -17,6 +17,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(1, str(HERE.parent.parent))  # the package of this checkout
 
+from cdc_plugin.process import set_up_process  # noqa: E402
+
+set_up_process()  # as the commands do
+
 import torch  # noqa: E402
 from epoch import epoch, frozen_epoch  # noqa: E402
 from measure import Found, Setting  # noqa: E402

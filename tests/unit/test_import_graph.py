@@ -23,7 +23,7 @@ LAYERS = [
     {"exact"},
     {"core", "metrics", "selective"},
     {"config", "registry", "demo", "world"},
-    {"errors", "signals"},
+    {"errors", "process", "signals"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 
