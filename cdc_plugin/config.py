@@ -79,8 +79,9 @@ class RefineConfig:
     seed: int = 0
     device: str = "auto"
     precision: str = "float32"  # or bfloat16 / float16: autocast
-    # BatchNorm over the images of all processes of torchrun; None: where there are several. True takes the same, more
-    # exact arithmetic in one process, so that one and several differ by rounding only.
+    compile: bool = False  # the backbone by torch.compile: a minute at the start; no gain on the CPUs it was tried on
+    # BatchNorm over the images of all processes of torchrun; None: where there are several. True: also in one process,
+    # by the same arithmetic. On CPUs the results of any number of processes are then the same bit for bit.
     sync_batchnorm: bool | None = None
     on_collapse: str = "stop"  # or warn: what to do when clusters have died and nothing is learned any more
 

@@ -57,6 +57,9 @@ def in_words(error: Exception, config: RefineConfig, folder: Path, world: World)
             f"out of memory; finished epochs are kept in {folder}; start anew with another --out and "
             f"sub_batch_size={smaller}, with a smaller batch_size, or with --freeze-backbone"
         )
+    if config.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        reason = (str(error).splitlines() or [""])[0][:150]
+        return UserError(f"the backbone can not be compiled here ({reason}); leave compile=true out")
     if world.size > 1 and any(words in text for words in NO_COMPANY):
         return UserError(
             f"another process of this run has ended; finished epochs are kept in {folder}: start it again with "

@@ -46,6 +46,12 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor([float(m) for m in mean]), persistent=False)
         self.register_buffer("std", torch.tensor([float(s) for s in std]), persistent=False)
 
+    def place(self, device: torch.device, compiled: bool) -> None:
+        """Move to a device, in the layout that convolutions like best; compile what is called there by choice."""
+        self.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if compiled:
+            self.module.compile()
+
     def forward(self, images: Tensor) -> Tensor:
         features = self.module(images)
         if features.ndim == 4 and features.shape[2:] == (1, 1):

@@ -136,7 +136,7 @@ def run(
 
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any, world: World) -> Run:
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
-    world = settled(world, choose_device(config.device), config.sync_batchnorm)
+    world = settled(world, config, choose_device(config.device))
     material = gather(config, module, data, world=world)
     heads, chosen = initialise(material)
     config, backbone, images, features = material.config, material.backbone, material.images, material.features
@@ -176,8 +176,8 @@ def restart(
         raise UserError(f"{folder} was begun with a module of your own; pass it again to go on")
     backbone = Backbone(network, **record)
     device = choose_device(config.device)
-    world = settled(world, device, config.sync_batchnorm)
-    backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    world = settled(world, config, device)
+    backbone.place(device, config.compile)
     images = open_data(config, backbone, data)
     refuse_other_settings(given, stored, len(images), folder)
     if images.digest != state["digest"]:

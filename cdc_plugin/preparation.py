@@ -67,7 +67,7 @@ def gather(
     backbone = settle_assumptions(backbone, images)
     config = dataclasses.replace(with_numbers(config, images, backbone), init=init)
     training_views(config, backbone)  # refuses a wrong augmentation before any work is done
-    backbone.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    backbone.place(device, config.compile)
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
     features = extract(backbone, images, device, config.precision, progress, world)
     if not features.map(lambda block: block.isfinite().all(dim=1)).all():

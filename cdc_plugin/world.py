@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdc_plugin.config import RefineConfig
 from cdc_plugin.errors import UserError
 
 Shared = TypeVar("Shared")
@@ -204,13 +205,11 @@ def sizes_of(pieces: Tensor) -> list[int]:
     return pieces.unique_consecutive(return_counts=True)[1].tolist()
 
 
-def settled(world: World, device: torch.device, synchronise: bool | None) -> World:
-    """The world of a run on such a device: exact on CPUs, where BatchNorm is synchronised; one thread a process then.
-
-    Args:
-        synchronise: None for wherever there are several processes.
-    """
-    wanted = world.size > 1 if synchronise is None else synchronise
+def settled(world: World, config: RefineConfig, device: torch.device) -> World:
+    """The world of a run: exact, with one thread a process, where BatchNorm is synchronised on CPUs."""
+    wanted = world.size > 1 if config.sync_batchnorm is None else config.sync_batchnorm
+    if wanted and config.compile:
+        raise UserError("compiled networks can not take BatchNorm over several processes; add sync_batchnorm=false")
     exact = wanted and device.type == "cpu" and world.size <= MOST_EXACT
     if exact:
         torch.set_num_threads(1)  # with more of them sums have another order

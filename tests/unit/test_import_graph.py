@@ -22,7 +22,8 @@ LAYERS = [
     {"model", "heads", "runtime", "batchnorm"},
     {"exact"},
     {"core", "metrics", "selective"},
-    {"config", "registry", "demo", "world"},
+    {"world"},
+    {"config", "registry", "demo"},
     {"errors", "process", "signals"},
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
