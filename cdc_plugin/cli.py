@@ -150,13 +150,12 @@ def _refine(options: argparse.Namespace) -> None:
         print(to_yaml(resolved), end="")
         print("\n".join(f"# {line}" for line in lines))
         return
-    speaks = os.environ.get("RANK", "0") == "0"  # one of the processes that torchrun starts
-    if not options.quiet and speaks:
+    if not options.quiet and _speaks():
         _log_to_terminal()
     from cdc_plugin.pipeline import run
 
     report = run(config, resume=options.resume, overwrite=options.overwrite)
-    if speaks:
+    if _speaks():
         print(outcome(report))
 
 
@@ -228,12 +227,17 @@ def _guard(
     except UserError as error:
         _stop("" if error.told else f"{parser.prog}: error: {error}", 2)
     except Terminated as error:
-        _stop(f"{parser.prog}: {error}{KEPT.get(parser.prog, '')}", error.exit_code)
+        _stop(f"{parser.prog}: {error}{KEPT.get(parser.prog, '')}" if _speaks() else "", error.exit_code)
     except KeyboardInterrupt:
         _stop(f"{parser.prog}: interrupted{KEPT.get(parser.prog, '')}", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+
+
+def _speaks() -> bool:
+    """Of the processes that torchrun starts, one speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _stop(message: str, code: int) -> None:
