@@ -66,8 +66,8 @@ def _exact_totals(world: World, rows: Rows, *values: Tensor) -> list[Tensor]:
     """As `_totals`, bit for bit the same for any number of processes: sums of each row, added in order of the rows."""
     if len(values[0]) != len(rows.shares[world.rank]):  # rows that are no images, windows say
         return _totals(world, rows, *(each.double() for each in values))
-    sums = [each.sum(dim=_axes(each)[1:], dtype=torch.float64) if each.ndim > 2 else each.double() for each in values]
-    return list(world.gather(torch.stack(sums, dim=1), rows.shares).sum(dim=0))
+    sums = [each.sum(dim=_axes(each)[1:]) if each.ndim > 2 else each for each in values]
+    return list(world.gather(torch.stack(sums, dim=1), rows.shares).sum(dim=0, dtype=torch.float64))
 
 
 def _axes(values: Tensor) -> list[int]:

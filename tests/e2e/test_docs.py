@@ -25,11 +25,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = [part.partition("\n") for part in README.split("```")[1::2]]
 LINES = [line for language, _, block in BLOCKS if not language for line in block.splitlines()]
 COMMANDS = [line for line in LINES if line.startswith("cdc-")]
+TORCHRUN = [line for line in LINES if line.startswith("torchrun ")]
 
 
 def test_readme_names_exactly_two_set_up_commands():
     assert len([line for line in LINES if "-m venv" in line]) == 2
     assert len(COMMANDS) >= 4
+    assert len(TORCHRUN) >= 2
 
 
 def test_ci_runs_the_test_command_of_the_readme():
@@ -38,14 +40,28 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert "<!-- test command -->" in README
 
 
+PARSERS = {
+    "refine": refine_parser,
+    "predict": predict_parser,
+    "inspect": inspect_parser,
+    "export": export_parser,
+    "evaluate": evaluate_parser,
+    "compare": compare_parser,
+    "pretrain": pretrain_parser,
+}
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_of_the_readme_is_understood(line):
     program, *words = shlex.split(line, comments=True)
-    parsers = {"cdc-refine": refine_parser, "cdc-predict": predict_parser}
-    parsers |= {"cdc-inspect": inspect_parser, "cdc-export": export_parser, "cdc-evaluate": evaluate_parser}
-    parsers |= {"cdc-compare": compare_parser, "cdc-pretrain": pretrain_parser}
-    parser = parsers[program]()
-    parser.parse_intermixed_args(words)
+    PARSERS[program.removeprefix("cdc-")]().parse_intermixed_args(words)
+
+
+@pytest.mark.parametrize("line", TORCHRUN)
+def test_every_torchrun_of_the_readme_is_understood(line):
+    words = shlex.split(line)[shlex.split(line).index("cdc_plugin") + 1 :]
+    name = words.pop(0) if words[0] in PARSERS else "refine"
+    PARSERS[name]().parse_intermixed_args(words)
 
 
 def test_the_demo_runs_and_prints_a_table_and_where_the_files_are(tmp_path):
