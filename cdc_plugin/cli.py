@@ -224,15 +224,31 @@ def _guard(
     try:
         with ending_on_termination():
             command(options)
-    except UserError as error:
-        _stop("" if error.told else f"{parser.prog}: error: {error}", 2)
-    except Terminated as error:
-        _stop(f"{parser.prog}: {error}{KEPT.get(parser.prog, '')}" if _speaks() else "", error.exit_code)
-    except KeyboardInterrupt:
-        _stop(f"{parser.prog}: interrupted{KEPT.get(parser.prog, '')}", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except KeyboardInterrupt as error:
+        _end(parser.prog, error)
+    except Exception as error:
+        interruption = _interruption_behind(error)
+        if interruption is not None:
+            _end(parser.prog, interruption)
+        if isinstance(error, UserError):
+            _stop("" if error.told else f"{parser.prog}: error: {error}", 2)
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        raise
+
+
+def _end(program: str, error: KeyboardInterrupt) -> None:
+    """End as Ctrl-C or a signal asks for."""
+    told, code = (str(error), error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
+    _stop(f"{program}: {told}{KEPT.get(program, '')}" if _speaks() else "", code)
+
+
+def _interruption_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interruption that has led to an error: a library that is interrupted while it cleans up may fail at that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 def _speaks() -> bool:

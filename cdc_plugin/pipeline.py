@@ -238,6 +238,8 @@ def train(current: Run, track: Tracking) -> None:
 
     if current.state is None:
         save()
+    elif world.main:  # a run that was killed right after its last state has a line less there
+        write_history(current.folder / HISTORY, current.history)
     refuse_dead(current.history, config)
     with noticing_termination() as notice, contextlib.closing(bar):
         while refiner.epoch < epochs:

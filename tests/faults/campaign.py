@@ -23,7 +23,8 @@ from fault_runs import QUICK, Ended, Fault, Started, assert_same_results, epochs
 
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1}
 DISK = ("torch:save", "os:fsync", "os:replace", "tempfile:mkstemp")
-EXPECTED = {"kill -9": -9, "SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 128 + signal.SIGUSR1, "full disk": 2}
+EXPECTED = {"kill -9": -9, "killed in a write": -9, "SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 128 + signal.SIGUSR1}
+EXPECTED["full disk"] = 2
 
 
 def disturb(kind: str, words: list[str], seconds: float, chance: random.Random) -> Ended:
@@ -31,6 +32,8 @@ def disturb(kind: str, words: list[str], seconds: float, chance: random.Random) 
     if kind == "full disk":
         fault = Fault(chance.choice(DISK), "fill-disk", call=chance.randint(1, 12))
         return refine(*words, fault=fault)
+    if kind == "killed in a write":
+        return refine(*words, fault=Fault("torch:save", "half-kill", call=chance.randint(1, 4)))
     started = Started(words)
     time.sleep(chance.random() * seconds)
     started.tell(SIGNALS[kind])
@@ -102,9 +105,9 @@ if __name__ == "__main__":
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     result = campaign(options.faults, options.seed)
-    print(f"{'fault':12s}{'happened':>10s}{'too late':>10s}")
+    print(f"{'fault':20s}{'happened':>10s}{'too late':>10s}")
     for kind in EXPECTED:
-        print(f"{kind:12s}{result['happened'].get(kind, 0):10d}{result['came after the end'].get(kind, 0):10d}")
+        print(f"{kind:20s}{result['happened'].get(kind, 0):10d}{result['came after the end'].get(kind, 0):10d}")
     print(f"{result['faults']} faults in {result['runs']} runs (seed {result['seed']}): {len(result['wrong'])} wrong")
     for found in result["wrong"]:
         print(json.dumps(found))

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Ended:
 
 def _child(words: list[str], faults: list[Fault], folder: str, limit: Callable[[], None] | None) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
     for number, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
     if limit is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_runs import QUICK, Fault, assert_refused, epochs_in, names_in, refine
+from fault_runs import EPOCHS, QUICK, Fault, assert_refused, epochs_in, names_in, refine
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,11 @@ def test_an_image_that_vanishes_while_the_folder_is_read_is_left_out_and_named(
     assert "skipped image 050.png" in ended.errors
     assert "1 image could not be read" in ended.out
     assert len((tmp_path / "out" / "predictions.csv").read_text().splitlines()) == 120  # a header and 119 images
+
+
+def test_a_disk_that_is_full_right_after_the_last_state_costs_no_line_of_the_history(case, tmp_path):
+    out = tmp_path / "out"
+    fault = Fault("os:replace", "fill-disk", matching="metrics.jsonl", call=EPOCHS + 1)
+    assert_refused(refine(*case.words, "--out", out, fault=fault), "space")
+    assert epochs_in(out) == EPOCHS - 1
+    case.check(out)

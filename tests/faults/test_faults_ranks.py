@@ -83,9 +83,7 @@ def test_without_restarts_all_processes_end_and_the_run_can_be_resumed(case, who
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_when_torchrun_is_ended_or_killed_nobody_is_left_and_the_run_can_be_resumed(
-    case, whole, tmp_path, number
-):
+def test_when_torchrun_is_ended_or_killed_nobody_is_left_and_the_run_can_be_resumed(case, whole, tmp_path, number):
     out = tmp_path / "out"
 
     def tell(process: subprocess.Popen[str]) -> None:

@@ -13,6 +13,7 @@ from cdc_plugin import __version__, cli
 from cdc_plugin.cli_predict import predict_command
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import Report
+from cdc_plugin.signals import Terminated
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["hidden=16", "batch_size=40", "sub_batch_size=20", "mini_clusters=10", "--device", "cpu", "--quiet"]
@@ -153,6 +154,22 @@ def test_an_error_of_the_program_is_not_disguised_as_the_users(monkeypatch):
     monkeypatch.setattr("cdc_plugin.config.load_config", lambda *arguments: broken())
     with pytest.raises(ZeroDivisionError):
         cli.refine_command(["--dry-run"])
+
+
+@pytest.mark.parametrize("error", [AttributeError("half cleaned up"), UserError("cannot write")])
+@pytest.mark.parametrize(("interruption", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143)])
+def test_what_fails_because_it_was_interrupted_is_an_interruption(error, interruption, code, monkeypatch, capsys):
+    def interrupted(*_arguments):
+        try:
+            raise interruption
+        finally:
+            raise error
+
+    monkeypatch.setattr("cdc_plugin.config.load_config", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.refine_command(["--demo"])
+    assert ended.value.code == code
+    assert "go on with --resume" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_go_on(monkeypatch, capsys):
