@@ -44,5 +44,7 @@ def mini_clusters_of(features: Tensor, mini_clusters: int, generator: torch.Gene
 
     Rows are L2-normalised. The paper takes the features as they are, the released code L1-normalises them;
     for non-negative features both normalisations keep directions only. Up to 10 restarts there, one here.
+    Centres of the batch before are no good start: they save half of this step, which takes 0.2 to 3 % of an epoch,
+    but leave up to three times the inertia and many empty mini-clusters where these are small.
     """
     return kmeans(F.normalize(features, dim=1), mini_clusters, generator, iterations=20).assignment
