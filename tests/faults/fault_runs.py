@@ -58,6 +58,8 @@ class Started:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="fault-")))
 
     def __post_init__(self) -> None:
+        for name in ("out", "errors"):
+            (self.folder / name).touch()  # the process may be killed before it has opened them
         self.process = server().Process(target=_child, args=(self.words, self.faults, str(self.folder), self.limit))
         self.process.start()
 
