@@ -268,9 +268,10 @@ class Refiner:
     def _clustering_loss(self, part: _Part, views: Views, selection: Selection) -> Tensor:
         self.backbone.train()
         self.clustering_head.train()
+        images = views.strong_of(part.own)
         with autocast(self.device, self.config.precision):
             with synchronised(self.world, self.config.sync_batchnorm, part.shared):
-                own = self.backbone(views.strong_of(part.own))
+                own = self.backbone(images)
             logits = self.clustering_head(self.world.gather_with_gradient(own, part.shared.shares))
         return pseudo_label_loss(logits.float(), selection.labels[part.trained], selection.mask[part.trained])
 

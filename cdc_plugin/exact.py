@@ -37,7 +37,10 @@ def piecewise(world: World, sizes: Sequence[int], function: Callable[..., Tensor
 
 
 class _Piecewise(torch.autograd.Function):
+    """Passes are repeated piece by piece on the way back, in the same precision."""
+
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
     def forward(
         context: Any,
         rows: Tensor,
@@ -53,6 +56,7 @@ class _Piecewise(torch.autograd.Function):
         return torch.cat([work(piece, weight, bias, *more) for piece in rows.split(sizes)])
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         rows, weight, bias = context.saved_tensors
         sums = [torch.zeros_like(each, dtype=torch.float64) for each in (weight, bias) if each is not None]

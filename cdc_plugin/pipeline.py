@@ -137,6 +137,9 @@ def run(
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any, world: World) -> Run:
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
     world = settled(world, config, choose_device(config.device))
+    if world.size > 1:
+        same = ", bit for bit as one with sync_batchnorm=true" if world.exact else ""
+        log.info("%d processes train together%s", world.size, same)
     material = gather(config, module, data, world=world)
     heads, chosen = initialise(material)
     config, backbone, images, features = material.config, material.backbone, material.images, material.features

@@ -1,5 +1,6 @@
 import json
 import shutil
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -261,3 +262,33 @@ def test_requests_that_lack_something_are_refused_before_a_folder_is_made(tmp_pa
 def test_too_few_images_are_refused(tmp_path, digits, tiny_backbone):
     with pytest.raises(UserError, match="3 readable images, too few for 2 clusters"):
         refine(tiny_backbone, digits[0][:3], 2, out=tmp_path / "out", **QUICK)
+
+
+@pytest.mark.parametrize("passes", ["fast", "full"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_half_precision_trains_about_as_full_precision_does(tiny_checkpoint, digits, passes, frozen):
+    settings = {**QUICK, "freeze_backbone": frozen, "passes": passes, "lr_heads": 1e-4, "lr_backbone": 5e-5}
+    with TemporaryDirectory() as folder:
+        whole, half = (
+            refine(tiny_checkpoint, digits[0][:60], 3, out=f"{folder}/{name}", precision=name, **settings)
+            for name in ("float32", "bfloat16")
+        )
+    # Rounding moves single images of a network with random weights to other clusters.
+    assert half.predictions["confidence"].mean() == pytest.approx(whole.predictions["confidence"].mean(), abs=0.1)
+
+
+@pytest.mark.slow
+def test_a_compiled_backbone_gives_the_same_clusters(tiny_checkpoint, digits, tmp_path):
+    settings = {**QUICK, "lr_heads": 1e-4, "lr_backbone": 5e-5}
+    plain, compiled = (
+        refine(tiny_checkpoint, digits[0][:60], 3, out=tmp_path / str(wish), compile=wish, **settings)
+        for wish in (False, True)
+    )
+    np.testing.assert_allclose(compiled.predictions["confidence"], plain.predictions["confidence"], atol=1e-3)
+    assert load_model(compiled.folder).predict_proba(digits[0][:3]).shape == (3, 3)
+
+
+def test_a_compiled_backbone_is_not_combined_with_synchronised_batchnorm(tiny_checkpoint, digits, tmp_path):
+    with pytest.raises(UserError, match="sync_batchnorm=false"):
+        refine(tiny_checkpoint, digits[0][:60], 3, out=tmp_path / "run", compile=True, sync_batchnorm=True, **QUICK)
+    assert not (tmp_path / "run").exists()
