@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdc_plugin.data.cache import cache_folder, entry, make_room, used
-from cdc_plugin.data.row_file import RowFile, RowWriter
+from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
+from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
 from cdc_plugin.errors import UserError
 from cdc_plugin.world import ALONE, World
 
@@ -27,11 +27,8 @@ SAMPLE, SAMPLE_A_CLUSTER = 20_000, 50
 def find_rows(key: str | None, shape: tuple[int, ...]) -> Tensor | RowFile | None:
     """Rows of this shape that were kept under this key, or None."""
     path = None if key is None else entry("features", key, "f32")
-    try:
-        if path is None or path.stat().st_size != _bytes(shape):
-            return None
-        found = RowFile(path, shape, np.float32)
-    except OSError:
+    found = None if path is None else open_whole(path, shape, np.float32)
+    if path is None or found is None:
         return None
     used(path)
     return torch.from_numpy(found[:]) if _bytes(shape) <= IN_MEMORY else found
@@ -48,19 +45,28 @@ def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) 
         rows = torch.cat(list(parts))
         if path is not None:
             with contextlib.suppress(UserError):  # a full disk, say; they are at hand all the same
+                make_room(path, _bytes(shape))
                 _write(path, shape, [rows])
         return rows
     if path is not None:
+        make_room(path, _bytes(shape))
         _write(path, shape, parts)
         return RowFile(path, shape, np.float32)
     # Of use to this process only: the file is gone when the process ends, however it ends.
-    with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as folder:
-        _write(Path(folder) / "rows", shape, parts)
-        return RowFile(Path(folder) / "rows", shape, np.float32)
+    folder = scratch_folder()
+    if folder is None:
+        return torch.cat(list(parts))
+    path = folder / f"features-{uuid.uuid4().hex[:16]}.f32"
+    if folder == cache_folder():
+        make_room(path, _bytes(shape))
+    _write(path, shape, parts)
+    found = RowFile(path, shape, np.float32)
+    with contextlib.suppress(OSError):  # Windows keeps it until the cache is full
+        path.unlink()
+    return found
 
 
 def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> None:
-    make_room(path, _bytes(shape))
     with RowWriter(path, shape[0], shape[1:], np.float32) as writer:
         first = 0
         for part in parts:

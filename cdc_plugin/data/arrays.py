@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cdc_plugin.data.folder_index import state_of
 from cdc_plugin.data.resize import Pixels
 from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.data.source import WHOLE_HASH_BYTES, ImageSource, digest_of_array
+from cdc_plugin.data.source import WHOLE_HASH_BYTES, ImageSource, digest_of, digest_of_array
 from cdc_plugin.errors import UserError
 
 IMAGE_KEYS = ("x", "images", "data", "X")
@@ -31,10 +32,17 @@ def _source(pixels: Pixels | RowFile, labels: Any, description: str) -> ImageSou
         names=[str(index) for index in range(len(pixels))],
         labels=None if labels is None else _checked_labels(labels, len(pixels), description),
         class_names=None,
-        digest=digest_of_array(pixels),
+        digest=_digest_of_file(pixels) if isinstance(pixels, RowFile) else digest_of_array(pixels),
         description=description,
-        exact=pixels.nbytes <= WHOLE_HASH_BYTES,
     )
+
+
+def _digest_of_file(rows: RowFile) -> str:
+    """Of the content; what would take long to read is known by a part of it, and the time when it was written."""
+    if rows.nbytes <= WHOLE_HASH_BYTES:
+        return digest_of_array(rows)
+    step = -(-rows.nbytes // WHOLE_HASH_BYTES)
+    return digest_of([digest_of_array(rows, step), str(state_of(rows.path))])
 
 
 def array_file_source(path: Path) -> ImageSource:
@@ -70,8 +78,9 @@ def read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
 
 
 def unreadable_file(path: Path, error: Exception) -> UserError:
+    reason = "it ends early" if isinstance(error, EOFError) else error
     return UserError(
-        f"{path} can not be read as a NumPy file ({error}); expected an array of images without pickled "
+        f"{path} can not be read as a NumPy file ({reason}); expected an array of images without pickled "
         "objects, such as np.savez(path, x=images, y=labels) writes"
     )
 

@@ -11,6 +11,8 @@ import functools
 import logging
 import math
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdc_plugin.data.locks import is_dead, locked
-from cdc_plugin.data.row_file import gigabytes, temporary_beside
+from cdc_plugin.data.row_file import clear_error, in_words, no_room, temporary_beside
 from cdc_plugin.errors import UserError
 
 DEFAULT_GIGABYTES = 20.0
@@ -49,6 +51,26 @@ def cache_folder() -> Path | None:
     return None
 
 
+def scratch_folder() -> Path | None:
+    """Where large files of this process alone go: the cache, else a folder of the system; None if there is neither.
+
+    They are unlinked while they are in use. What killed processes left is swept now.
+    """
+    folder = cache_folder()
+    try:
+        if folder is None:
+            user = os.getuid() if hasattr(os, "getuid") else 0
+            folder = Path(tempfile.gettempdir()) / f"cdc-plugin-{user}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if hasattr(os, "getuid") and folder.stat().st_uid != user:
+                return None  # somebody else could change what is in it
+        folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
+    except OSError:
+        return None
+    return folder
+
+
 def entry(kind: str, key: str, suffix: str) -> Path | None:
     """Where something of one of the KINDS is kept, whether it is there or not; None if there is no cache."""
     assert kind in KINDS
@@ -72,7 +94,10 @@ def made_once(path: Path, find: Callable[[], Found | None], make: Callable[[], F
     """
     found = find()
     if found is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise clear_error(error, path) from error
         with locked(path):
             found = find()  # another process may have made it meanwhile
             if found is None:
@@ -84,21 +109,29 @@ def made_once(path: Path, find: Callable[[], Found | None], make: Callable[[], F
 def make_room(path: Path, size: int) -> None:
     """Remove what was not used for longest until an entry of ``size`` bytes fits, and what dead processes left.
 
+    It has to fit into what the cache may hold and onto the disk.
+
     Raises:
-        UserError: it alone is larger than the cache may be.
+        UserError: it does not, whatever goes.
     """
     limit = _limit()
     if size > limit:
         raise UserError(
-            f"{path.name} takes {gigabytes(size)}, more than the cache {path.parent} may hold ({gigabytes(limit)}); "
+            f"{path.name} takes {in_words(size)}, more than the cache {path.parent} may hold ({in_words(limit)}); "
             f"set CDC_CACHE_GB={math.ceil(size / 1024**3) + 1} if the disk has room, or choose a smaller input size"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sweep(path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise clear_error(error, path, size) from error
     entries, total = _entries(path.parent)
     entries.pop(_stem(path.name), None)
+    if size > free + sum(weight for _, weight, _ in entries.values()):
+        raise no_room(path, size, free)  # before anything is removed in vain
     for _, weight, files in sorted(entries.values(), key=lambda kept: kept[0]):
-        if total + size <= limit:
+        if total + size <= limit and size <= free:
             break
         try:
             for file in files:
@@ -107,12 +140,13 @@ def make_room(path: Path, size: int) -> None:
             log.debug("%s stays (%s)", files[0], error)  # in use, on Windows
         else:
             total -= weight
+            free += weight
 
 
 def sweep(folder: Path) -> None:
     """Remove half-written files and locks of processes that are no more."""
     for file in folder.iterdir():
-        if file.suffix not in (".part", ".lock"):
+        if file.suffix not in (".part", ".lock") or not _is_ours(file):
             continue
         try:
             age = time.time() - file.stat().st_mtime
@@ -178,8 +212,8 @@ def _entries(folder: Path) -> tuple[dict[str, tuple[float, int, list[Path]]], in
     entries: dict[str, tuple[float, int, list[Path]]] = {}
     total = 0
     for file in folder.iterdir():
-        if not file.name.startswith(tuple(f"{kind}-" for kind in KINDS)):
-            continue  # nothing of ours is ever removed
+        if not _is_ours(file):
+            continue
         try:
             state = file.stat()
         except OSError:
@@ -190,6 +224,11 @@ def _entries(folder: Path) -> tuple[dict[str, tuple[float, int, list[Path]]], in
             time_of_use, weight, files = entries.get(stem, (0.0, 0, []))
             entries[stem] = (max(time_of_use, state.st_mtime), weight + state.st_size, [*files, file])
     return entries, total
+
+
+def _is_ours(file: Path) -> bool:
+    """Nothing else is ever removed: the user may have named a folder with other files."""
+    return file.name.startswith(tuple(f"{kind}-" for kind in KINDS))
 
 
 def _stem(name: str) -> str:

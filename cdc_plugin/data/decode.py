@@ -12,6 +12,8 @@ from PIL import Image, ImageOps
 
 from cdc_plugin.data.source import UnreadableImageError
 
+AT_ONCE = 1 << 24  # bytes; smaller files are read in one go, since threads wait for each other at every read
+ORIENTATION = 0x0112  # the EXIF tag
 WITH_ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
 
@@ -27,6 +29,9 @@ def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
     """
     name = os.path.basename(path)
     try:
+        with open(path, "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size <= AT_ONCE:
+                return _decode(io.BytesIO(file.readall()), side)
         with open(path, "rb") as file:
             return _decode(file, side)
     except UnreadableImageError:
@@ -64,7 +69,7 @@ def _reason(error: Exception) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode of Pillow to 8-bit RGB.
+    """Any mode of Pillow to 8-bit RGB; an RGB image is returned as it is.
 
     Transparent pixels become white: below them lie colours that nobody is meant to see, often black or
     random, and pictures cut out for the web are drawn for a white page.
@@ -75,11 +80,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
         layer = image.convert("RGBA")
         page = Image.new("RGBA", layer.size, "white")
         return Image.alpha_composite(page, layer).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _upright(image: Image.Image) -> Image.Image:
     try:
+        if image.getexif().get(ORIENTATION, 1) == 1:
+            return image
         return ImageOps.exif_transpose(image)
     except Exception:  # a garbled EXIF block says nothing about the pixels
         return image

@@ -81,6 +81,16 @@ def native_size(source: Any) -> int | None:
     return None
 
 
+def has_files(source: str | os.PathLike[str]) -> bool:
+    """Whether images have files of their own: not those of arrays, shards, tables and data sets known by name."""
+    text, path = os.fspath(source), Path(source).expanduser()
+    # A name of a data set goes before a folder of that name.
+    known = isinstance(source, str) and source in datasets
+    if known or text.startswith(HUB) or path.suffix.lower() in (".npz", ".npy"):
+        return False
+    return shard_files(text) is None and not is_saved_dataset(path) and parquet_files(path) is None
+
+
 def _describe_path(source: str, side: int) -> ImageSource:
     packed = _packed(source, side)
     if packed is not None:

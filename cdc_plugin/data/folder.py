@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cdc_plugin.data.decode import decode_file
-from cdc_plugin.data.folder_index import EXTENSIONS, FolderIndex, digest_of_states, index_of, is_image_name, state_of
+from cdc_plugin.data.folder_index import (
+    EXTENSIONS,
+    PATIENCE,
+    FolderIndex,
+    digest_of_states,
+    index_of,
+    is_image_name,
+    state_of,
+)
 from cdc_plugin.data.source import ImageSource, labels_by_class, spread
 from cdc_plugin.errors import UserError
 
@@ -61,11 +69,11 @@ def files_source(
 
 
 def list_images(folder: Path) -> list[str]:
-    """Paths of all images relative to the folder, with forward slashes, sorted.
+    """Paths of all images relative to the folder, with forward slashes, sorted; for a first look.
 
     Hidden files and folders are left out. Links are followed, but every folder is entered once only.
     """
-    return _index(folder).names
+    return _index(folder, patience=0).names
 
 
 def labels_from_names(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
@@ -79,7 +87,7 @@ def labels_from_names(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, l
         level = 1
     if any(name.count("/") <= level for name in names):
         return None, None
-    labels, class_names = labels_by_class([name.split("/", level + 1)[level] for name in names])
+    labels, class_names = labels_by_class(name.split("/", level + 1)[level] for name in names)
     return (labels, class_names) if len(class_names) >= 2 else (None, None)
 
 
@@ -96,12 +104,12 @@ def uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, folde
     return width if width == height else None
 
 
-def _index(folder: Path) -> FolderIndex:
+def _index(folder: Path, patience: float = PATIENCE) -> FolderIndex:
     if not folder.is_dir():
         raise UserError(f"no folder at {folder}; expected a folder of images ({ACCEPTED}); check the path")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UserError(f"the folder {folder} can not be read; give yourself read permission (chmod -R u+rX)")
-    index = index_of(folder)
+    index = index_of(folder, patience)
     if not index.names:
         raise UserError(_nothing_found(folder, index.others))
     return index
@@ -116,6 +124,8 @@ def _nothing_found(folder: Path, others: Counter[str]) -> str:
     hint = "give the path of the folder that holds the images"
     if ".npz" in others or ".npy" in others:
         hint = "give the path of the .npz or .npy file itself"
+    elif ".parquet" in others:
+        hint = "give the path of a .parquet file, or of the folder it lies in"
     elif ".tar" in others:
         hint = f"name the shards themselves: {folder / '*.tar'}"
     elif {".zip", ".gz", ".tgz"} & set(others):

@@ -1,16 +1,18 @@
 """What is in a folder of images: names, sizes and times, kept in the cache when there are many.
 
-A kept index is trusted if no folder's time of change has changed and a spread sample of the files has the size and
-time it had. A known limit: an image that is written again in place, under its old name, changes no folder and goes
-unseen unless it is in that sample; ``CDC_CACHE=off`` looks at every file.
+A kept index is trusted if no folder's time of change has changed and the files have the size and time they had: a
+spread sample of them, and all others as far as they can be looked at within seconds. A known limit: on a slow disk, an
+image that is written again in place, under its old name, can go unseen; ``CDC_CACHE=off`` looks at every file.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,12 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 IGNORED_FOLDERS = {"__MACOSX", "__pycache__"}
 KEPT_FROM = 10_000  # images; fewer are listed as fast as an index is read
 SAMPLE = 200
+PATIENCE = 15.0  # seconds for all others; a million files of a local disk take 3
+TELL = 10.0  # seconds after which a listing says how far it is
 SETTLED = 2 * 10**9  # ns: file systems do not tell two changes apart that are closer
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,15 @@ def is_image_name(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
 
 
-def index_of(folder: Path) -> FolderIndex:
-    """All images below a folder; from the cache if nothing has changed since they were listed."""
+def index_of(folder: Path, patience: float = PATIENCE) -> FolderIndex:
+    """All images below a folder; from the cache if nothing has changed since they were listed.
+
+    Args:
+        patience: seconds for a look at files beyond a sample, before a kept index is trusted.
+    """
     key = digest_of(["folder", os.path.realpath(folder)])
     kept = entry("index", key, "npz")
-    index = None if kept is None or not kept.is_file() else _read(kept, folder)
+    index = None if kept is None or not kept.is_file() else _read(kept, folder, patience)
     if index is not None and kept is not None:
         used(kept)
         return index
@@ -77,8 +88,9 @@ def state_of(path: str | os.PathLike[str]) -> tuple[int, int]:
 def digest_of_states(names: list[str], states: NDArray[np.int64]) -> str:
     """Changes when a file is added, removed, renamed or written."""
     return digest_of(
-        f"{name} {size} {changed}" if size >= 0 else f"{name} absent"
-        for name, (size, changed) in zip(names, states.tolist(), strict=True)
+        f"{names[place]} {size} {changed}" if size >= 0 else f"{names[place]} absent"
+        for some in _in_turn(len(names))
+        for place, (size, changed) in zip(some, states[some].tolist(), strict=True)
     )
 
 
@@ -102,7 +114,11 @@ def _scan(folder: Path) -> tuple[FolderIndex, dict[str, int]]:
     folders: dict[str, int] = {}
     entered: set[tuple[int, int]] = set()
     waiting = [""]
+    tell = time.monotonic() + TELL
     while waiting:
+        if time.monotonic() > tell:
+            log.info("listing %s: %s images so far", folder, f"{len(names):,}")
+            tell = time.monotonic() + TELL
         inside = waiting.pop()
         try:
             state = os.stat(os.path.join(root, inside))
@@ -151,7 +167,7 @@ def _as_arrays(index: FolderIndex, folders: dict[str, int]) -> dict[str, NDArray
     }
 
 
-def _read(kept: Path, folder: Path) -> FolderIndex | None:
+def _read(kept: Path, folder: Path, patience: float) -> FolderIndex | None:
     arrays = load_arrays(kept)
     if arrays is None:
         return None
@@ -161,9 +177,24 @@ def _read(kept: Path, folder: Path) -> FolderIndex | None:
             if state_of(folder / name)[1] != changed:
                 return None
         names, states = unpack_names(arrays["names"]), arrays["states"]
-        for place in spread(len(names), SAMPLE):
-            if state_of(folder / names[place]) != tuple(states[place].tolist()):
-                return None
+        if len(names) != len(states) or not _unchanged(os.fspath(folder), names, states, patience):
+            return None
         return FolderIndex(names, states, unpack_names(arrays["digest"])[0], Counter())
     except (KeyError, ValueError, IndexError):
         return None
+
+
+def _unchanged(folder: str, names: list[str], states: NDArray[np.int64], patience: float) -> bool:
+    """Whether files have the size and time they had: a spread sample, and the others until patience ends."""
+    end = time.monotonic() + patience
+    for some in (spread(len(names), SAMPLE), *_in_turn(len(names))):
+        for place, known in zip(some, states[some].tolist(), strict=True):
+            if state_of(f"{folder}/{names[place]}") != tuple(known):
+                return False
+        if time.monotonic() > end:
+            break
+    return True
+
+
+def _in_turn(count: int) -> Iterator[range]:
+    return (range(start, min(start + SAMPLE, count)) for start in range(0, count, SAMPLE))

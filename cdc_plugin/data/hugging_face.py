@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 from cdc_plugin.data.decode import decode_bytes, decode_file, to_rgb
 from cdc_plugin.data.folder import WORKERS
-from cdc_plugin.data.folder_index import is_image_name
+from cdc_plugin.data.folder_index import is_image_name, state_of
 from cdc_plugin.data.objects import UNLABELLED
 from cdc_plugin.data.source import ImageSource, UnreadableImageError, digest_of
 from cdc_plugin.errors import UserError
@@ -76,8 +77,20 @@ def parquet_source(files: list[str], side: int, description: str) -> ImageSource
     try:
         loaded = datasets.Dataset.from_parquet(files)
     except Exception as error:
-        raise UserError(f"{description} can not be read as parquet ({_first_line(error)}); write it again") from error
+        which, reason = next(_damaged(files), (description, _first_line(error)))
+        raise UserError(f"{which} can not be read as parquet ({reason}); write it again") from error
     return hugging_face_source(loaded, side, description)
+
+
+def _damaged(files: list[str]) -> Iterator[tuple[str, str]]:
+    """Files that are no parquet, and why."""
+    from pyarrow import parquet
+
+    for file in files:
+        try:
+            parquet.read_metadata(file)
+        except Exception as error:
+            yield file, _first_line(error)
 
 
 def hugging_face_source(dataset: Any, side: int, description: str | None = None) -> ImageSource:
@@ -111,11 +124,16 @@ def hugging_face_source(dataset: Any, side: int, description: str | None = None)
         names=[str(index) for index in range(len(dataset))],
         labels=labels,
         class_names=class_names,
-        digest=digest_of(["hugging face", stored._fingerprint, column, str(len(dataset))]),
+        digest=digest_of(["hugging face", stored._fingerprint, column, str(len(dataset)), *_states(dataset)]),
         description=said,
         workers=WORKERS,
         exact=_holds_files(stored[0][column]),
     )
+
+
+def _states(dataset: Any) -> list[str]:
+    """Size and time of the files behind a data set; its fingerprint is what its notes say, not what they hold."""
+    return [str(state_of(file["filename"])) for file in dataset.cache_files]
 
 
 def _holds_files(value: Any) -> bool:

@@ -16,6 +16,7 @@ from cdc_plugin.data.objects import UNLABELLED
 from cdc_plugin.data.reading import CHUNK, Progress, Skipped, read_squares
 from cdc_plugin.data.resize import SMALL_SIDE, Pixels, storage_size
 from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.source import ImageSource, digest_of, digest_of_array
 from cdc_plugin.data.store import read_once
 from cdc_plugin.errors import UserError
 
@@ -24,11 +25,13 @@ __all__ = [
     "ImageSet",
     "Progress",
     "Skipped",
+    "Survey",
     "describe_source",
     "native_size",
     "open_images",
     "read_squares",
     "storage_size",
+    "survey_images",
 ]
 
 DEFAULT_SIZE = 224
@@ -62,6 +65,50 @@ class ImageSet:
         """The images at the given indices as uint8 (B, 3, S, S)."""
         rows = self.images[np.asarray(indices)]
         return torch.from_numpy(np.asarray(rows)).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is known of images before they are read.
+
+    Args:
+        count: all images, whether they can be read or not.
+        labels: whether they have labels; unknown ones of a Python data set count as none.
+        looked_at: how many were read, and ``skipped``: name and reason of those that could not be.
+    """
+
+    count: int
+    labels: bool
+    source: str
+    looked_at: int
+    skipped: list[tuple[str, str]]
+
+
+def survey_images(
+    source: Any,
+    input_size: int,
+    *,
+    labels: bool = True,
+    root: str | os.PathLike[str] | None = None,
+    looks: int = 64,
+) -> Survey:
+    """How many images there are, and whether some of them, evenly spread, can be read; arguments as in `open_images`.
+
+    Of a million files it takes seconds, where they are listed in the cache or the disk is fast.
+    """
+    side = storage_size(input_size)
+    known = describe_source(source, side, root)
+    some = known.sample(looks)
+    skipped: Skipped = []
+    try:
+        for _ in read_squares(some, side, skipped, None):
+            pass
+    except UserError:
+        if len(some) == len(known) or len(skipped) < len(some):
+            raise  # but that none of some images can be read does not condemn the source
+    lost = [(some.names[index], reason) for index, reason in skipped]
+    told = labels and known.labels is not None and not (known.labels == UNLABELLED).all()
+    return Survey(len(known), told, known.description, len(some), lost)
 
 
 def open_images(
@@ -114,8 +161,15 @@ def open_images(
         class_names=known.class_names if found_labels is not None else None,
         skipped=[(known.names[index], reason) for index, reason in skipped],
         source=known.description,
-        digest=known.digest,
+        digest=_digest(known, images, skipped),
     )
+
+
+def _digest(known: ImageSource, images: Pixels | RowFile, skipped: Skipped) -> str:
+    """Of the images that were read: the same files give others if other ones could not be."""
+    parts = [] if known.exact else [digest_of_array(images)]
+    parts += [str(index) for index, _ in skipped]
+    return digest_of([known.digest, *parts]) if parts else known.digest
 
 
 def _default_size(source: Any) -> int:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from cdc_plugin.data.row_file import DISK_FULL, clear_error
+
 BEAT = 5.0  # seconds after which an owner shows again that it lives
 PATIENCE = 60.0  # seconds without a beat after which it is taken for dead
 PAUSE = 0.2
@@ -25,9 +27,23 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock beside ``path``; waits for whoever has it."""
+    """Hold the lock beside ``path``; waits for whoever has it.
+
+    On a disk that is too full for a lock one does without: there may be no room for the entry either, but for that
+    older ones are removed.
+
+    Raises:
+        UserError: the folder can not be written.
+    """
     lock = path.with_name(f"{path.name}.lock")
-    _take(lock)
+    try:
+        _take(lock)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise clear_error(error, lock) from error
+        log.debug("no lock (%s)", error)
+        yield
+        return
     done = threading.Event()
     pulse = threading.Thread(target=_beat, args=(lock, done), name="lock", daemon=True)
     pulse.start()
@@ -36,7 +52,8 @@ def locked(path: Path) -> Iterator[None]:
     finally:
         done.set()
         pulse.join()
-        lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            lock.unlink(missing_ok=True)
 
 
 def is_dead(file: Path) -> bool:
@@ -63,8 +80,12 @@ def _take(lock: Path) -> None:
             if os.name != "nt":  # Windows says this of a lock that is being removed
                 raise
         else:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(f"{socket.gethostname()}.{os.getpid()}")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(f"{socket.gethostname()}.{os.getpid()}")
+            except OSError:
+                lock.unlink(missing_ok=True)  # without an owner it would be waited for
+                raise
             return
         try:
             seen = lock.stat().st_mtime_ns

@@ -1,7 +1,8 @@
-"""Reads the images of a source as squares of one size, with threads that decode ahead."""
+"""Reads the images of a source as squares of one size, with threads that decode ahead where that is of use."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,10 @@ from cdc_plugin.errors import UserError
 
 CHUNK = 256  # images resized at once when they come as an array
 BLOCK = 8  # images that a thread reads at once: handing over each alone takes longer than decoding a small one
+# Seconds an image, below which one thread reads: several would wait for each other more than for the disk. For small
+# images on a disk that is awake, two take twice the work of one and as long.
+QUICK = 0.001
+LOOKED_AT, HICCUPS = 16, 3  # images over which that is measured, and how many times in a row
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 Skipped = list[tuple[int, str]]
@@ -49,7 +54,7 @@ def read_squares(known: ImageSource, side: int, skipped: Skipped, progress: Prog
 
 
 def _read_in_order(read: Callable[[int], Image.Image], count: int, side: int, workers: int) -> Iterator[Pixels | str]:
-    """The square of every image or the reason why there is none, in order; threads decode ahead."""
+    """The square of every image or the reason why there is none, in order; threads decode ahead if it takes long."""
 
     def square(index: int) -> Pixels | str:
         try:
@@ -60,9 +65,16 @@ def _read_in_order(read: Callable[[int], Image.Image], count: int, side: int, wo
     if workers == 1:
         yield from map(square, range(count))
         return
+    done, slow = 0, 0
+    while done < count and slow < HICCUPS:
+        began = time.monotonic()
+        some = [square(index) for index in range(done, min(done + LOOKED_AT, count))]
+        slow = slow + 1 if time.monotonic() - began > QUICK * len(some) else 0
+        done += len(some)
+        yield from some
     with ThreadPoolExecutor(workers) as pool:
         ahead: deque[Future[list[Pixels | str]]] = deque()
-        for start in range(0, count, BLOCK):
+        for start in range(done, count, BLOCK):
             indices = range(start, min(start + BLOCK, count))
             ahead.append(pool.submit(lambda some: [square(index) for index in some], indices))
             if len(ahead) > 2 * workers:  # a bound, so that memory does not grow with the data set

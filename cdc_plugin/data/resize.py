@@ -24,6 +24,8 @@ def storage_size(input_size: int) -> int:
 def square_from_pil(image: Image.Image, side: int) -> Pixels:
     """Centre square of an RGB image, resized with antialiasing to (side, side, 3)."""
     width, height = image.size
+    if width == height == side:
+        return np.asarray(image)
     short = min(width, height)
     left, top = (width - short) // 2, (height - short) // 2
     # Cropping within the resize keeps a 1 x 10,000 strip from becoming a giant on the way.

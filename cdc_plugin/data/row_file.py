@@ -1,15 +1,18 @@
 """Rows of one shape and type in a file on disk, read by seeking.
 
-Not a memory map: mapped pages count as memory of the process, which would then grow with the data.
+Not a memory map: mapped pages count as memory of the process, which would then grow with the data, and a map of a file
+that is cut meanwhile ends the process. A file that is finished ends with a checksum of its rows, its seal.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import socket
 import threading
+import zlib
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -21,7 +24,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from cdc_plugin.errors import UserError
 
+log = logging.getLogger(__name__)
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+SEAL = 8  # bytes at the end of a finished file: SEALED and the CRC-32 of all rows
+SEALED = b"rows"
+AT_ONCE = 1 << 22  # bytes that are read at once to be summed up
 
 
 class RowFile:
@@ -90,15 +98,38 @@ class RowFile:
     def _fill(self, target: memoryview, place: int) -> None:
         done = 0
         while done < len(target):  # the system may give less than asked for
-            if hasattr(os, "preadv"):  # has no position that threads and forked processes would share
-                count = os.preadv(self._file.fileno(), [target[done:]], place + done)
-            else:
-                with self._lock:
-                    self._file.seek(place + done)
-                    count = self._file.readinto(target[done:]) or 0
+            try:
+                count = self._read_some(target[done:], place + done)
+            except OSError as error:
+                raise UserError(f"{self.path} can not be read any more ({error.strerror or error})") from error
             if count == 0:
-                raise OSError(f"{self.path} has become shorter while it was read")
+                raise UserError(f"{self.path} has become shorter while it was in use; make it whole and run again")
             done += count
+
+    def _read_some(self, target: memoryview, place: int) -> int:
+        if hasattr(os, "preadv"):  # has no position that threads and forked processes would share
+            return os.preadv(self._file.fileno(), [target], place)
+        with self._lock:
+            self._file.seek(place)
+            return self._file.readinto(target) or 0
+
+    def is_whole(self) -> bool:
+        """Whether the rows end the file but for the seal of the `RowWriter` that wrote them, and fit that seal."""
+        end = self.offset + self.nbytes
+        if os.fstat(self._file.fileno()).st_size != end + SEAL:
+            return False
+        block, checksum, place = np.empty(AT_ONCE, np.uint8).data, 0, self.offset
+        while place < end:
+            part = block[: min(AT_ONCE, end - place)]
+            self._fill(part, place)
+            checksum, place = zlib.crc32(part, checksum), place + len(part)
+        return self.seal() == _seal(checksum)
+
+    def seal(self) -> bytes:
+        """What follows the rows of a file that a `RowWriter` has finished; it tells their content."""
+        found = np.empty(SEAL, np.uint8)
+        self._fill(found.data, self.offset + self.nbytes)
+        return found.tobytes()
 
     def __getstate__(self) -> tuple[Path, tuple[int, ...], str, int]:
         return self.path, self.shape, self.dtype.str, self.offset
@@ -111,6 +142,20 @@ class RowFile:
             self._file.close()
 
 
+def open_whole(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> RowFile | None:
+    """Rows that a `RowWriter` has finished; None if they are not there, of another shape, cut or damaged."""
+    try:
+        rows = RowFile(path, shape, dtype)
+        if rows.is_whole():
+            return rows
+    except FileNotFoundError:
+        return None
+    except (OSError, UserError) as error:
+        log.debug("%s: %s", path, error)
+    log.warning("%s is cut, damaged or of an earlier release; it is made again", path)
+    return None
+
+
 class RowPart:
     """Writes rows of a temporary file that a `RowWriter`, here or in another process, has made.
 
@@ -118,21 +163,27 @@ class RowPart:
     """
 
     def __init__(self, temporary: str | os.PathLike[str], row_shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        self.temporary, self.row_shape, self.dtype = Path(temporary), tuple(row_shape), np.dtype(dtype)
+        self.path = self.temporary = Path(temporary)
+        self.row_shape, self.dtype = tuple(row_shape), np.dtype(dtype)
         self._row_bytes = prod(self.row_shape) * self.dtype.itemsize
         self._file = open(temporary, "r+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        self._sum = self._summed = 0  # checksum of the first rows, as far as they were put in order
 
     def put(self, first_row: int, rows: NDArray[Any]) -> None:
         """Write consecutive rows (n, ...) from ``first_row`` on."""
         if rows.shape[1:] != self.row_shape:
             raise ValueError(f"expected rows of shape {self.row_shape}, found {rows.shape[1:]}")
         waiting = np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8).data
+        if first_row == self._summed:
+            self._sum, self._summed = zlib.crc32(waiting, self._sum), first_row + len(rows)
+        elif first_row < self._summed:  # written once more
+            self._sum = self._summed = 0
         try:
             self._file.seek(first_row * self._row_bytes)
             while len(waiting):
                 waiting = waiting[self._file.write(waiting) or 0 :]
         except OSError as error:
-            raise clear_error(error, self.temporary, len(rows) * self._row_bytes) from error
+            raise clear_error(error, self.path) from error
 
     def close(self) -> None:
         """What was written is on the disk then."""
@@ -141,7 +192,7 @@ class RowPart:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise clear_error(error, self.temporary, 0) from error
+            raise clear_error(error, self.path) from error
         finally:
             self._file.close()
 
@@ -162,29 +213,42 @@ class RowWriter(RowPart):
     """
 
     def __init__(self, path: str | os.PathLike[str], count: int, row_shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        self.path, self.count = Path(path), count
+        path = Path(path)
         size = count * prod(row_shape) * np.dtype(dtype).itemsize
-        temporary = temporary_beside(self.path)
+        temporary = temporary_beside(path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.path.parent).free
+            path.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(path.parent).free
             if free < size:
-                raise no_room(self.path, size, free)
+                raise no_room(path, size, free)
             with open(temporary, "wb") as file:
                 file.truncate(size)
         except OSError as error:
-            raise clear_error(error, self.path, size) from error
+            raise clear_error(error, path, size) from error
         super().__init__(temporary, row_shape, dtype)
+        self.path, self.count = path, count
 
     def finish(self, count: int | None = None) -> None:
         """Give the file its name; with a count, only so many rows are kept."""
+        count = self.count if count is None else count
+        size = count * self._row_bytes
         try:
-            if count is not None:
-                self._file.truncate(count * self._row_bytes)
+            self._file.truncate(size)
+            checksum = self._sum if self._summed == count else self._sum_of(size)
+            self._file.seek(size)
+            self._file.write(_seal(checksum))
             self.close()
             os.replace(self.temporary, self.path)
         except OSError as error:
-            raise clear_error(error, self.path, 0) from error
+            raise clear_error(error, self.path) from error
+
+    def _sum_of(self, size: int) -> int:
+        """Checksum of so many bytes, of which other processes or this one in another order have written some."""
+        checksum = 0
+        with open(self.temporary, "rb", buffering=0) as file:
+            while size and (content := file.read(min(size, AT_ONCE))):
+                checksum, size = zlib.crc32(content, checksum), size - len(content)
+        return checksum
 
     def __enter__(self) -> RowWriter:
         return self
@@ -201,19 +265,32 @@ def temporary_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.part")
 
 
-def clear_error(error: OSError, path: Path, needed: int) -> UserError:
-    """What went wrong with the disk, in words."""
+def clear_error(error: OSError, path: Path, needed: int = 0) -> UserError:
+    """What went wrong with the disk, in words.
+
+    Args:
+        needed: bytes that the file takes; 0 where that is not the point.
+    """
     if error.errno in DISK_FULL:
         return no_room(path, needed, 0)
     return UserError(f"{path} can not be written ({error.strerror or error}); name another cache folder by CDC_CACHE")
 
 
 def no_room(path: Path, needed: int, free: int) -> UserError:
+    takes = f"{path.name} takes {in_words(needed)}" if needed else f"no space is left for {path.name}"
     return UserError(
-        f"{path.name} takes {gigabytes(needed)} in {path.parent}, and {gigabytes(free)} are free there; make room, "
-        "name a cache folder on another disk by CDC_CACHE, or choose a smaller input size"
+        f"{takes} in {path.parent}, and {in_words(free)} are free there; make room, name a cache folder on another "
+        "disk by CDC_CACHE, or choose a smaller input size"
     )
 
 
-def gigabytes(size: int) -> str:
-    return f"{size / 1024**3:.1f} GB"
+def in_words(size: int) -> str:
+    """A number of bytes as people say it."""
+    for unit, scale in (("GB", 1024**3), ("MB", 1024**2), ("KB", 1024)):
+        if size >= scale:
+            return f"{size / scale:.{1 if unit == 'GB' else 0}f} {unit}"
+    return f"{size} bytes"
+
+
+def _seal(checksum: int) -> bytes:
+    return SEALED + checksum.to_bytes(4, "little")

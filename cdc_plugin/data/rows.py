@@ -67,17 +67,10 @@ def rows_of_file(path: Path) -> ArrayRows:
 
 def _plain_rows(path: Path) -> ArrayRows:
     whole = np.load(path, mmap_mode="c", allow_pickle=False)
-    if not whole.flags.c_contiguous or whole.ndim == 0:
+    if not whole.flags.c_contiguous or whole.ndim == 0 or whole.size == 0:
         return rows_in_memory(whole, str(path))
-    row_bytes = prod(whole.shape[1:]) * whole.dtype.itemsize
-
-    def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
-        # A map of its own for every block: pages of one large map would count as memory until it is closed.
-        for rows in ranges:
-            shape = (len(rows), *whole.shape[1:])
-            yield np.memmap(path, whole.dtype, "c", whole.offset + rows.start * row_bytes, shape)
-
-    return ArrayRows(whole.shape, whole.dtype, blocks, _numbers(whole.shape), str(path))
+    # Read by seeking: the file may be removed or cut meanwhile.
+    return rows_in_memory(RowFile(path, whole.shape, whole.dtype, whole.offset), str(path))
 
 
 def _packed_rows(path: Path) -> ArrayRows:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from cdc_plugin.data.row_file import RowFile
 
-WHOLE_HASH_BYTES = 1 << 30  # larger arrays are told apart by a sample of their rows
+WHOLE_HASH_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ImageSource:
         digest: changes when the images change.
         description: what to call the source in messages.
         workers: threads that may read at once; 1 for a reader that is not known to be thread-safe.
-        exact: the digest is of all the images. What has only a sample in its digest is not taken from the cache
-            that all runs share.
+        exact: the digest changes with each of the images. What has only a sample of them in its digest is not taken
+            from the cache that all runs share, and gets another digest when it is read.
     """
 
     content: NDArray[np.uint8] | RowFile | Callable[[int], Image.Image]
@@ -72,9 +72,8 @@ def digest_of(parts: Iterable[str | bytes]) -> str:
     return state.hexdigest()
 
 
-def digest_of_array(images: NDArray[np.uint8] | RowFile) -> str:
-    """Short hash of shape and content; above 1 GB of every k-th row and the last."""
-    step = max(1, -(-images.nbytes // WHOLE_HASH_BYTES))
+def digest_of_array(images: NDArray[np.uint8] | RowFile, step: int = 1) -> str:
+    """Short hash of shape and content, or of every k-th row and the last."""
     chunk = 1024 * step
     state = hashlib.blake2b(repr(images.shape).encode(), digest_size=8)
     for start in range(0, len(images), chunk):
@@ -88,8 +87,11 @@ def spread(count: int, looks: int) -> list[int]:
     return sorted({round(place) for place in np.linspace(0, count - 1, min(looks, count))})
 
 
-def labels_by_class(names: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+def labels_by_class(names: Iterable[str]) -> tuple[NDArray[np.int64], list[str]]:
     """(N,) index of each class name and the class names in alphabetical order."""
-    class_names = sorted(set(names))
-    index = {name: number for number, name in enumerate(class_names)}
-    return np.array([index[name] for name in names], dtype=np.int64), class_names
+    seen: dict[str, int] = {}
+    numbers = np.fromiter((seen.setdefault(name, len(seen)) for name in names), np.int64)
+    class_names = sorted(seen)
+    order = np.empty(len(seen), dtype=np.int64)
+    order[[seen[name] for name in class_names]] = np.arange(len(seen))
+    return order[numbers], class_names

@@ -67,14 +67,13 @@ def check(to: str | None, out: Path, overwrite: bool) -> str:
 
 
 def check_source(to: str, source: str | Path, out: Path) -> None:
-    """Refuse images that a format can not point to: arrays and data sets known by name have no files."""
+    """Refuse images that a format can not point to: arrays, shards and data sets known by name have no files."""
     if not FORMATS[to].of_files:
         return
-    from cdc_plugin.data.named import datasets
+    from cdc_plugin.data.describe import has_files
 
     path = Path(source).expanduser()
-    # A name of a data set goes before a folder of that name.
-    if (isinstance(source, str) and source in datasets) or path.suffix.lower() in (".npz", ".npy"):
+    if not has_files(source):
         raise UserError(
             f"--to {to} points to image files and {source} has none of its own; give a folder of images as "
             "--data, or write a .csv"

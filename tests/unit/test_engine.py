@@ -457,7 +457,6 @@ def test_judging_asks_for_no_strong_view():
     assert torch.equal(judged.features, refiner.judge(given, torch.Generator()).features)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="bug: lazily made views are made under autocast")
 def test_strong_views_are_made_in_full_precision():
     given, kinds = views(), set()
 

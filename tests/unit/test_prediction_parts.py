@@ -249,7 +249,7 @@ class Turn(World):
 
 def by_turns(predictor: Predictor, kept: Path, size: int, turns: list[int]) -> Prediction | None:
     said: list[Any] = []
-    results = [predict_in_parts(predictor, kept, Turn(rank, size, rank, said, [])) for rank in turns]
+    results = [predict_in_parts(predictor, kept, Turn(rank, size, rank, said=said)) for rank in turns]
     assert all(result is None for result in results[:-1])
     return results[-1]
 
@@ -274,4 +274,4 @@ def test_another_number_of_processes_goes_on_with_what_is_there(predictor, kept,
 def test_processes_that_see_other_images_do_not_work_together(predictor, photos, kept):
     said: list[Any] = [{**fingerprint(predictor), "data": "other"}]
     with pytest.raises(UserError, match="process 1 found another model or other images"):
-        predict_in_parts(predictor, kept, Turn(1, 2, 1, said, []))
+        predict_in_parts(predictor, kept, Turn(1, 2, 1, said=said))

@@ -1,12 +1,17 @@
 """The cache folder: where it is, how much it holds, and who may make an entry."""
 
+import errno
+import io
 import logging
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +19,8 @@ import pytest
 
 from cdc_plugin.data import cache, locks
 from cdc_plugin.errors import UserError
+
+USAGE = namedtuple("USAGE", "total used free")
 
 
 @pytest.fixture
@@ -72,6 +79,22 @@ def test_what_was_used_longest_ago_goes_first_and_only_as_much_as_it_takes(folde
     assert names(folder) == ["features-b.f32", "my-thesis.tex"]
 
 
+def test_a_full_disk_costs_what_was_used_longest_ago_its_place(folder, monkeypatch):
+    keep(folder, "features-a.f32", 300, 300)
+    keep(folder, "features-b.f32", 300, 200)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: USAGE(1000, 950, 50))
+    cache.make_room(folder / "features-d.f32", 300)
+    assert names(folder) == ["features-b.f32"]
+
+
+def test_what_no_sacrifice_would_make_room_for_costs_nobody_their_place(folder, monkeypatch):
+    keep(folder, "features-a.f32", 300, 300)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: USAGE(1000, 950, 50))
+    with pytest.raises(UserError, match="50 bytes are free"):
+        cache.make_room(folder / "features-d.f32", 400)
+    assert names(folder) == ["features-a.f32"]
+
+
 def test_nothing_goes_as_long_as_there_is_room(folder):
     keep(folder, "features-b.f32", 300, 200)
     cache.make_room(folder / "features-d.f32", 700)
@@ -101,8 +124,10 @@ def test_leftovers_of_dead_processes_are_swept_and_work_under_way_is_left(folder
     keep(folder, "images-d-32.u8.elsewhere.1.part", 10, 2 * cache.ABANDONED)
     (folder / "images-a-32.u8.lock").write_text(f"{host}.{dead}")
     (folder / "images-b-32.u8.lock").write_text(f"{host}.{os.getpid()}")
+    keep(folder, "film.mkv.part", 10, 2 * cache.ABANDONED)  # somebody else's
     cache.sweep(folder)
     assert names(folder) == [
+        "film.mkv.part",
         "images-b-32.u8.lock",
         f"images-b-32.u8.{host}.{os.getpid()}.part",
         "images-c-32.u8.elsewhere.1.part",
@@ -155,6 +180,35 @@ def test_a_lock_is_given_back_after_a_failure(folder):
     with pytest.raises(UserError):
         cache.made_once(folder / "features-a.f32", lambda: None, fail)
     assert names(folder) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_too_full_for_a_lock_is_no_obstacle_but_one_that_can_not_be_written_is(folder, monkeypatch, number):
+    class Bad(io.StringIO):
+        def write(self, text):
+            raise OSError(number, os.strerror(number))
+
+    real, held = os.fdopen, []
+    monkeypatch.setattr(os, "fdopen", lambda handle, *how, **more: (real(handle).close(), Bad())[1])
+    expected = nullcontext() if number == errno.ENOSPC else pytest.raises(UserError, match="can not be written")
+    with expected, locks.locked(folder / "a"):
+        held.append(1)
+    assert bool(held) == (number == errno.ENOSPC)
+    assert names(folder) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders have no owner there")
+def test_a_folder_for_private_files_is_the_cache_or_ones_own(folder, tmp_path_factory, monkeypatch):
+    assert cache.scratch_folder() == folder
+    monkeypatch.setenv("CDC_CACHE", "off")
+    above = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(above))
+    found = cache.scratch_folder()
+    assert found.parent == above
+    assert found.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(os, "getuid", lambda: 123456)
+    (above / "cdc-plugin-123456").mkdir()
+    assert cache.scratch_folder() is None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a process can not be asked there whether it lives")

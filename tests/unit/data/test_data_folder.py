@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cdc_plugin.data import native_size, open_images
+from cdc_plugin.data import decode, native_size, open_images
 from cdc_plugin.data.decode import decode_file, to_rgb
 from cdc_plugin.data.folder import labels_from_names, list_images
 from cdc_plugin.data.source import UnreadableImageError
@@ -235,3 +235,14 @@ def test_missing_and_empty_folders_are_refused_in_words(tmp_path):
         open_images(tmp_path)
     with pytest.raises(UserError, match="unpack archives"):
         open_images(tmp_path / "table.csv")
+
+
+def test_files_of_any_size_are_read_alike(tmp_path, monkeypatch):
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    for ending in ("png", "tif", "webp", "bmp"):
+        Image.fromarray(pixels).save(tmp_path / f"a.{ending}", **({"lossless": True} if ending == "webp" else {}))
+    at_once = open_images(tmp_path, 20)
+    monkeypatch.setattr(decode, "AT_ONCE", 0)
+    assert (at_once.images == pixels).all()
+    assert (open_images(tmp_path, 20).images == pixels).all()
+    assert at_once.skipped == []

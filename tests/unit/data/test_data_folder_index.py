@@ -1,5 +1,6 @@
 """The index of a large folder: kept, trusted only while nothing has changed, and never in the way."""
 
+import logging
 import os
 
 import numpy as np
@@ -66,6 +67,22 @@ def test_a_change_is_seen(photos, scans, change):
     after = index_of(photos)
     assert len(scans) == 2
     assert before.digest != after.digest
+
+
+def test_a_file_that_is_in_no_sample_is_looked_at_as_long_as_there_is_time(photos, scans, monkeypatch):
+    monkeypatch.setattr(folder_index, "SAMPLE", 2)  # the first and the last
+    before = index_of(photos)
+    (photos / "a" / "1.png").write_bytes(b"longer")
+    assert index_of(photos, patience=0).digest == before.digest
+    assert index_of(photos).digest != before.digest
+    assert len(scans) == 2
+
+
+def test_a_listing_that_takes_long_says_how_far_it_is(photos, monkeypatch, caplog):
+    monkeypatch.setattr(folder_index, "TELL", -1)
+    with caplog.at_level(logging.INFO):
+        index_of(photos)
+    assert "photos: 3 images so far" in caplog.text
 
 
 def test_small_folders_leave_nothing_in_the_cache(photos, scans, monkeypatch):

@@ -1,5 +1,6 @@
 """Hugging Face data sets: objects, saved folders, parquet files and names; labels for reporting only."""
 
+import os
 import sys
 
 import numpy as np
@@ -95,6 +96,30 @@ def test_parquet_files_and_folders_of_them(tmp_path, how):
     images = open_images(str(tmp_path / "tables" / how))
     assert (images.images == PIXELS).all()
     assert images.labels.tolist() == LABELS
+
+
+def test_files_that_are_written_again_in_place_give_another_digest(tmp_path):
+    pictures().save_to_disk(tmp_path / "saved")
+    before = open_images(tmp_path / "saved")
+    pictures().select([1, 0, 2, 3, 4, 5]).flatten_indices().save_to_disk(tmp_path / "other")
+    (old,), (new,) = ((tmp_path / name).glob("*.arrow") for name in ("saved", "other"))
+    old.write_bytes(new.read_bytes())
+    os.utime(old, (1, 1))
+    assert open_images(tmp_path / "saved").digest != before.digest
+
+
+def test_of_several_parquet_files_the_damaged_one_is_named(tmp_path):
+    pictures().to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"no table")
+    with pytest.raises(UserError, match=r"b\.parquet can not be read as parquet \(Parquet"):
+        open_images(tmp_path)
+
+
+def test_where_parquet_files_lie_deeper_their_folder_is_asked_for(tmp_path):
+    (tmp_path / "data").mkdir()
+    pictures().to_parquet(tmp_path / "data" / "a.parquet")
+    with pytest.raises(UserError, match=r"the folder it lies in"):
+        open_images(tmp_path)
 
 
 def test_a_stream_reads_them_too(tmp_path):

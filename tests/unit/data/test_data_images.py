@@ -1,10 +1,23 @@
+import os
+import threading
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 
-from cdc_plugin.data import native_size, open_images, storage_size
+from cdc_plugin.data import (
+    ImageSource,
+    UnreadableImageError,
+    arrays,
+    folder,
+    native_size,
+    open_images,
+    reading,
+    storage_size,
+)
+from cdc_plugin.data.images import survey_images
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.source import digest_of, digest_of_array
 from cdc_plugin.errors import UserError
@@ -155,7 +168,7 @@ def test_data_set_with_labels_is_read_in_order(convert):
     assert images.labels.tolist() == [0, 1, 0, 1, 0, 1]
     assert images.class_names == ["even", "odd"]
     assert native_size(dataset) == 20
-    assert images.digest == open_images(dataset, 32).digest
+    assert images.digest == open_images(dataset, 20).digest
 
 
 def test_data_set_without_labels_has_none():
@@ -194,9 +207,85 @@ def test_other_sources_are_refused_in_words():
         open_images(PIXELS, 4)
 
 
+def test_one_other_image_of_a_data_set_gives_another_digest():
+    pixels = np.repeat(PIXELS, 20, axis=0)  # more than are looked at beforehand
+    before = open_images(Items(list(pixels)), 20)
+    assert open_images(Items(list(pixels)), 20).digest == before.digest
+    pixels[50] += 1
+    assert open_images(Items(list(pixels)), 20).digest != before.digest
+
+
+def test_other_unreadable_images_give_another_digest(tmp_path, write_images, monkeypatch):
+    write_images(tmp_path, PIXELS)
+    whole, real = open_images(tmp_path, 20).digest, folder.decode_file
+    found = []
+    for lost in (1, 2):
+
+        def read(path, side, lost=lost):
+            if path.endswith(f"{lost}.png"):
+                raise UnreadableImageError("gone for a moment")
+            return real(path, side)
+
+        monkeypatch.setattr(folder, "decode_file", read)
+        found.append(open_images(tmp_path, 20).digest)
+    assert len({whole, *found}) == 3
+
+
+def test_a_large_file_is_known_by_a_part_and_the_time_when_it_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "WHOLE_HASH_BYTES", PIXELS.nbytes // 3)
+    np.save(tmp_path / "a.npy", PIXELS)
+    before = open_images(tmp_path / "a.npy").digest
+    assert open_images(tmp_path / "a.npy").digest == before
+    changed = PIXELS.copy()
+    changed[1] += 1
+    np.save(tmp_path / "a.npy", changed)
+    os.utime(tmp_path / "a.npy", (1, 1))
+    assert open_images(tmp_path / "a.npy").digest != before
+
+
 def test_digests_tell_content_and_borders_apart():
     assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
     changed = PIXELS.copy()
     changed[3, 1, 1, 1] ^= 1
     assert digest_of_array(changed) != digest_of_array(PIXELS)
     assert digest_of_array(PIXELS.reshape(6, 10, 40, 3)) != digest_of_array(PIXELS)
+
+
+def test_a_survey_counts_all_images_and_reads_few(tmp_path, write_images):
+    write_images(tmp_path, PIXELS, np.arange(6) % 2)
+    for number in range(4):
+        (tmp_path / "class 0" / f"broken {number}.png").write_bytes(b"no image")
+    found = survey_images(tmp_path, 20, looks=5)
+    assert (found.count, found.labels, found.source, found.looked_at) == (10, True, str(tmp_path), 5)
+    assert found.skipped[0] == ("class 0/broken 0.png", "UnidentifiedImageError: cannot identify image file")
+    assert not survey_images(tmp_path, 20, labels=False).labels
+    assert len(survey_images(tmp_path, 20, looks=100).skipped) == 4
+
+
+def test_a_survey_of_unreadable_images_only_refuses_them_if_these_are_all(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.png").write_bytes(b"no image")
+    assert len(survey_images(tmp_path, 20, looks=5).skipped) == 5
+    with pytest.raises(UserError, match="none of the 9 images"):
+        survey_images(tmp_path, 20)
+
+
+def test_a_survey_of_arrays_reads_no_more_than_it_says():
+    found = survey_images(PIXELS, 20, looks=2)
+    assert (found.count, found.labels, found.looked_at, found.skipped) == (6, False, 2, [])
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_several_threads_read_only_what_takes_long(monkeypatch, quick):
+    monkeypatch.setattr(reading, "QUICK", 1e9 if quick else -1)
+    monkeypatch.setattr(reading, "LOOKED_AT", 1)
+    seen = []
+
+    def read(index):
+        seen.append(threading.get_ident())
+        return Image.fromarray(PIXELS[index])
+
+    source = ImageSource(read, list("abcdef"), None, None, "", "", workers=2)
+    assert (open_images(source, 20).images == PIXELS).all()
+    own = sum(thread == threading.get_ident() for thread in seen)
+    assert own == (6 if quick else reading.HICCUPS)

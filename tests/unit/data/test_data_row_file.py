@@ -11,7 +11,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from cdc_plugin.data.row_file import RowFile, RowPart, RowWriter
+from cdc_plugin.data.row_file import SEAL, RowFile, RowPart, RowWriter, in_words, open_whole
 from cdc_plugin.errors import UserError
 
 ROWS = np.arange(20 * 3 * 2, dtype=np.float32).reshape(20, 3, 2)
@@ -73,8 +73,19 @@ def test_a_file_that_is_too_short_is_refused(path):
 def test_a_file_that_shrinks_raises_instead_of_giving_garbage(path):
     rows = RowFile(path, ROWS.shape, "f4")
     os.truncate(path, 100)
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(UserError, match="shorter"):
         rows[10:]
+
+
+def test_a_disk_that_fails_is_said_in_words(path, monkeypatch):
+    rows = RowFile(path, ROWS.shape, "f4")
+
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(rows, "_read_some", fail)
+    with pytest.raises(UserError, match=r"rows\.f32 can not be read any more \(Input/output error\)"):
+        rows[0]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
@@ -110,7 +121,44 @@ def test_fewer_rows_than_planned_may_be_kept(tmp_path):
     with RowWriter(tmp_path / "rows", 20, (3, 2), "f4") as writer:
         writer.put(0, ROWS[:5])
         writer.finish(5)
-    assert (tmp_path / "rows").stat().st_size == 5 * 24
+    assert (tmp_path / "rows").stat().st_size == 5 * 24 + SEAL
+    assert np.array_equal(open_whole(tmp_path / "rows", (5, 3, 2), "f4")[:], ROWS[:5])
+
+
+def test_what_was_written_in_any_order_and_twice_is_whole(tmp_path):
+    with RowWriter(tmp_path / "rows", 20, (3, 2), "f4") as writer:
+        for first, last in ((0, 5), (12, 20), (5, 12), (3, 6)):
+            writer.put(first, ROWS[first:last])
+        writer.finish()
+    assert np.array_equal(open_whole(tmp_path / "rows", ROWS.shape, "f4")[:], ROWS)
+
+
+@pytest.mark.parametrize("harm", ["cut", "longer", "one bit", "the seal", "no seal", "other shape"])
+def test_what_is_cut_or_damaged_is_not_taken_for_whole(tmp_path, caplog, harm):
+    with RowWriter(tmp_path / "rows", 20, (3, 2), "f4") as writer:
+        writer.put(0, ROWS)
+        writer.finish()
+    content = bytearray(writer.path.read_bytes())
+    if harm == "one bit":
+        content[100] ^= 1
+    elif harm == "the seal":
+        content[-1] ^= 1
+    elif harm in ("cut", "no seal"):
+        del content[-10 if harm == "cut" else -SEAL :]
+    elif harm == "longer":
+        content += b"x"
+    writer.path.write_bytes(content)
+    assert open_whole(writer.path, (19 if harm == "other shape" else 20, 3, 2), "f4") is None
+    assert "made again" in caplog.text
+
+
+def test_what_is_not_there_is_not_there_without_a_word(tmp_path, caplog):
+    assert open_whole(tmp_path / "rows", ROWS.shape, "f4") is None
+    assert caplog.text == ""
+
+
+def test_sizes_are_said_as_people_say_them():
+    assert [in_words(size) for size in (0, 3000, 83 << 20, 3 << 29)] == ["0 bytes", "3 KB", "83 MB", "1.5 GB"]
 
 
 def _put_second_half(temporary):
@@ -127,7 +175,7 @@ def test_several_processes_write_one_file(tmp_path):
         writer.put(0, ROWS[:10])
         other.join()
         writer.finish()
-    assert np.array_equal(RowFile(tmp_path / "rows", ROWS.shape, "f4")[:], ROWS)
+    assert np.array_equal(open_whole(tmp_path / "rows", ROWS.shape, "f4")[:], ROWS)
 
 
 def test_an_unfinished_file_never_gets_its_name(tmp_path):
@@ -165,6 +213,6 @@ def test_a_disk_that_fills_up_is_said_in_words(tmp_path):
     with RowWriter(tmp_path / "rows", 20, (3, 2), "f4") as writer:
         writer._file.close()
         writer._file = Full()
-        with pytest.raises(UserError, match="make room"):
+        with pytest.raises(UserError, match=r"no space is left for rows in .*make room"):
             writer.put(0, ROWS)
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import pickle
 import tarfile
 
@@ -107,16 +108,79 @@ def test_labels_are_words_in_json_or_none_unless_all_have_one(tmp_path):
     assert open_images(write(tmp_path / "c.tar", files), 16).labels is None
 
 
-def test_a_shard_that_was_cut_off_gives_what_is_before(folder, caplog):
-    path = folder / "part-008.tar"
-    whole = path.read_bytes()
+def member(path, name):
     with tarfile.open(path) as archive:
-        last = archive.getmember("s2.png")
-    path.write_bytes(whole[: last.offset_data + 20])
-    with caplog.at_level(logging.WARNING):
-        images = open_images(path, 16)
+        return archive.getmember(name)
+
+
+def test_a_shard_that_was_cut_within_an_image_gives_what_is_before(folder):
+    path = folder / "part-008.tar"
+    os.truncate(path, member(path, "s2.png").offset_data + 20)
+    images = open_images(path, 16)
     assert images.names == ["part-008/s0.png", "part-008/s1.png"]
-    assert "ends early" in caplog.text or images.skipped == [("part-008/s2.png", "the shard ends within it")]
+    (image, why), (shard, reason) = images.skipped
+    assert (image, why) == ("part-008/s2.png", "the shard ends within it")
+    assert shard == "part-008.tar"
+    assert "is cut or damaged" in reason
+
+
+@pytest.mark.parametrize("harm", ["cut before a header", "cut within a header", "a damaged header"])
+def test_what_a_damaged_header_hides_is_told_and_labels_of_the_others_are_kept(folder, harm):
+    path = folder / "part-008.tar"
+    place = member(path, "s2.png").offset
+    if harm == "a damaged header":
+        content = bytearray(path.read_bytes())
+        content[place + 20 : place + 200] = b"?" * 180
+        path.write_bytes(content)
+    else:
+        os.truncate(path, place + (100 if "within" in harm else 0))
+    images = open_images(str(folder), 16)
+    assert images.names == [name for name in NAMES if name != "part-008/s2.png"]
+    assert images.labels.tolist() == [0, 0, 1, 1, 1]
+    ((shard, reason),) = images.skipped
+    assert shard == "part-008.tar"
+    assert reason.endswith("only what is before that is used, 2 images")
+
+
+@pytest.mark.parametrize("content", [b"", b"?" * 2000])
+def test_a_shard_that_is_none_is_told_and_the_others_are_used(folder, content, monkeypatch):
+    monkeypatch.setattr(shards, "KEPT_FROM", 1)
+    (folder / "part-010.tar").write_bytes(content)
+    for _ in range(2):  # listed, and from the cache
+        images = open_images(str(folder), 16)
+        assert images.names == NAMES
+        assert images.labels.tolist() == [0, 0, 0, 1, 1, 1]
+        ((shard, reason),) = images.skipped
+        assert shard == "part-010.tar"
+        assert reason.startswith("is no tar file")
+    stream = open_stream(str(folder), 16)
+    assert [name for chunk in stream.chunks(4) for name in chunk.names] == NAMES
+    assert stream.skipped == images.skipped
+
+
+def test_archives_without_members_are_no_damage(folder):
+    write(folder / "part-010.tar", {})
+    assert open_images(str(folder), 16).skipped == []
+
+
+def test_nothing_but_damaged_shards_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no images in the 1 shards .* a\.tar is no tar file \(empty file\)"):
+        open_images(tmp_path / "a.tar", 16)
+
+
+def test_that_labels_are_not_used_is_said(tmp_path, caplog):
+    files = {"0.png": png(PIXELS[0]), "0.cls": b"1", "1.png": png(PIXELS[1])}
+    with caplog.at_level(logging.INFO):
+        assert open_images(write(tmp_path / "a.tar", files), 16).labels is None
+    assert "labels are not used: 1 of 2 images have none" in caplog.text
+
+
+def test_a_listing_that_takes_long_says_how_far_it_is(folder, monkeypatch, caplog):
+    monkeypatch.setattr(shards, "TELL", -1)
+    with caplog.at_level(logging.INFO):
+        open_images(str(folder), 16)
+    assert "listing shards: 1 of 2, 3 images so far" in caplog.text
 
 
 def test_a_shard_that_vanishes_is_skipped_with_a_reason(folder):
@@ -158,7 +222,7 @@ def test_the_index_of_many_members_is_kept_until_a_shard_changes(folder, tmp_pat
     first = open_images(str(folder), 16)
     listed = []
     real = shards._list_shard
-    monkeypatch.setattr(shards, "_list_shard", lambda *args: (listed.append(args[0].name), real(*args)))
+    monkeypatch.setattr(shards, "_list_shard", lambda *args: (listed.append(args[0].name), real(*args))[1])
     again = open_images(str(folder), 16)
     assert listed == []
     assert (again.names, again.labels.tolist()) == (first.names, first.labels.tolist())

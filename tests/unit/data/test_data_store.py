@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections import namedtuple
 from multiprocessing import get_context
@@ -13,10 +14,13 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.data import ImageSource, UnreadableImageError, open_images, row_file, store
-from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.row_file import RowFile, RowWriter
 from cdc_plugin.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
+
+
+USAGE = namedtuple("USAGE", "total used free")
 
 
 class Items:
@@ -82,16 +86,32 @@ def test_small_sets_stay_in_memory(cache, monkeypatch):
     assert not cache.exists()
 
 
-def test_without_a_cache_images_stay_in_memory(monkeypatch):
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
+def test_without_a_cache_large_sets_lie_in_a_file_that_nobody_else_finds(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("CDC_CACHE", "off")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    images = open_images(Pictures().source, 20).images
+    assert isinstance(images, RowFile)
+    assert (images[:] == PIXELS).all()
+    (folder,) = tmp_path.iterdir()
+    assert names(folder) == []
+
+
+def test_without_a_cache_and_room_on_the_disk_images_stay_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("CDC_CACHE", "off")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: USAGE(10, 9, 1))
+    assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
 
 
 def test_a_cache_that_can_not_be_written_is_done_without(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("CDC_CACHE", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+        assert (open_images(Pictures().source, 20).images[:] == PIXELS).all()
     assert "set CDC_CACHE" in caplog.text
 
 
@@ -123,12 +143,22 @@ def test_an_image_that_can_be_read_by_now_is_taken_in():
     assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
 
 
-@pytest.mark.parametrize("harm", ["shorter", "other notes", "no notes", "older"])
+@pytest.mark.parametrize(
+    "harm", ["shorter", "damaged", "of another time", "other notes", "damaged notes", "no notes", "older"]
+)
 def test_what_is_not_whole_is_made_again(cache, harm):
     open_images(Pictures().source, 20)
     file, notes = cache / "images-digest-20.u8", cache / "images-digest-20.json"
     if harm == "shorter":
         file.write_bytes(file.read_bytes()[:-1])
+    elif harm == "damaged":
+        file.write_bytes(file.read_bytes().replace(PIXELS[3].tobytes(), bytes(PIXELS[3].size)))
+    elif harm == "of another time":  # whole, but not what the notes are about
+        with RowWriter(file, 6, (20, 20, 3), np.uint8) as writer:
+            writer.put(0, PIXELS[::-1])
+            writer.finish()
+    elif harm == "damaged notes":  # a label
+        notes.write_text(notes.read_text().replace("3", "4"))
     elif harm == "other notes":
         notes.write_text(json.dumps({"count": "?"}))
     elif harm == "no notes":
@@ -136,15 +166,16 @@ def test_what_is_not_whole_is_made_again(cache, harm):
     else:
         notes.write_text(json.dumps({**json.loads(notes.read_text()), "version": 0}))
     pictures = Pictures()
-    assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
+    images = open_images(pictures.source, 20)
+    assert (images.images[:] == PIXELS).all()
+    assert images.labels.tolist() == [*range(6)]
     assert len(pictures.reads) == 6
 
 
 def test_too_little_disk_is_said_before_anything_is_read(cache, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: USAGE(10, 9, 1))
     pictures = Pictures()
-    with pytest.raises(UserError, match="GB are free"):
+    with pytest.raises(UserError, match=r"takes 7 KB in .*, and 1 bytes are free"):
         open_images(pictures.source, 20)
     assert (pictures.reads, names(cache)) == ([], [])
 

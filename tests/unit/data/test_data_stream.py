@@ -1,3 +1,4 @@
+import os
 import threading
 
 import numpy as np
@@ -160,3 +161,25 @@ def test_arrays_that_are_no_images_are_refused_at_once(tmp_path, array, message)
 def test_labels_are_not_looked_at(tmp_path, digits):
     np.savez(tmp_path / "a.npz", x=digits[0][:4], y=np.array(["not", "a", "label"]))
     assert len(whole(tmp_path / "a.npz", 32, 4)[0]) == 4
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
+@pytest.mark.parametrize("layout", ["uint8", "float"])
+def test_an_array_file_that_is_removed_meanwhile_is_read_to_its_end(tmp_path, digits, layout):
+    images = digits[0][:20]
+    np.save(tmp_path / "a.npy", images if layout == "uint8" else images.astype(np.float32) / 255)
+    chunks = open_stream(tmp_path / "a.npy", 32).chunks(6)
+    found = [next(chunks).squares]
+    (tmp_path / "a.npy").unlink()
+    np.testing.assert_array_equal(np.concatenate([*found, *(chunk.squares for chunk in chunks)]), images)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("a.npy", "has become shorter"), ("a.npz", "it ends early")])
+def test_an_array_file_that_is_cut_meanwhile_is_told_in_words(tmp_path, digits, name, reason):
+    path = tmp_path / name
+    (np.save if name == "a.npy" else np.savez)(path, digits[0])
+    chunks = open_stream(path, 32).chunks(6)
+    next(chunks)
+    os.truncate(path, path.stat().st_size // 4)
+    with pytest.raises(UserError, match=reason):
+        list(chunks)

@@ -106,6 +106,17 @@ def test_images_without_files_are_refused_where_files_are_pointed_to(tmp_path, t
         outputs.check_source(to, source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("to", ["folders", "label-studio", "fiftyone", "cvat"])
+@pytest.mark.parametrize("source", ["shards", "shards/*.tar", "tables", "tables/a.parquet", "saved", "hf:a/b:train"])
+def test_images_in_larger_files_are_refused_where_files_are_pointed_to(tmp_path, monkeypatch, to, source):
+    monkeypatch.chdir(tmp_path)
+    for name in ("shards/0.tar", "tables/a.parquet", "saved/state.json", "saved/dataset_info.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"image files.*\.csv"):
+        outputs.check_source(to, source, tmp_path / "out")
+
+
 @pytest.mark.parametrize("to", ["csv", "parquet"])
 def test_tables_take_any_images(tmp_path, to):
     outputs.check_source(to, "digits", tmp_path / "out")
