@@ -25,6 +25,7 @@ from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.moderate import make_selector
 from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
+from cdc_plugin.exact import sum_gradients
 from cdc_plugin.runtime import autocast, generator, own_randomness, rate_factor
 from cdc_plugin.world import ALONE, Deal, Rows, World, deal, sizes_of
 
@@ -63,7 +64,7 @@ class Judgement:
 
 
 class NotFiniteError(Exception):
-    """A loss is infinite or no number: the weights are lost, and with them the epoch."""
+    """A loss or a weight is infinite or no number: the epoch is lost."""
 
 
 class Refiner:
@@ -140,6 +141,7 @@ class Refiner:
             for views in batches(self.epoch, len(current.logs)):
                 current.logs.append(self.train_batch(views, current.randomness))
                 after_batch(current.logs[-1])
+            self._refuse_not_finite()
             self.epoch += 1
             self.under_way = _UnderWay(len(current.sizes))
             if self.judging_head is self.clustering_head:
@@ -212,7 +214,8 @@ class Refiner:
         for rows, shares, pieces in zip(deal.sub_batches, deal.shares, deal.pieces, strict=True):
             whole, own = slice(int(rows[0]), int(rows[-1]) + 1), shares[self.world.rank]
             kept = torch.ones_like(rows, dtype=torch.bool)
-            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= _BLOCK:
+            # Of fewer than three images, both could be left out.
+            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= 3:
                 kept = worth_training(trusted[whole])
             views_of = first + torch.arange(len(own))[kept[own]]
             place = kept.cumsum(dim=0) - 1
@@ -292,6 +295,9 @@ class Refiner:
     def _sum_gradients(self) -> None:
         """The backbone's gradients of all processes; those of the heads are whole in each."""
         self._forget_noise(self.clustering_head)
+        if self.world.exact:
+            sum_gradients(self.world, self.backbone.parameters())
+            return
         gradients = [p.grad for p in self.backbone.parameters() if p.grad is not None]
         if self.world.size == 1 or not gradients:
             return
@@ -305,6 +311,14 @@ class Refiner:
         for layer, following in pairwise(layers):
             if isinstance(layer, nn.Linear) and isinstance(following, _BatchNorm) and layer.bias is not None:
                 layer.bias.grad = None
+
+    def _refuse_not_finite(self) -> None:
+        """The last step of an epoch may ruin weights without a loss that tells; they must not be saved as good."""
+        for module in (self.backbone, self.clustering_head, self.calibration_head):
+            layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+            statistics = [buffer for layer in layers for buffer in layer.buffers()]  # others may be infinite: masks
+            if not all(tensor.isfinite().all() for tensor in (*module.parameters(), *statistics)):
+                raise NotFiniteError
 
     def _agree(self) -> None:
         """Begin every epoch with the same weights and statistics in all processes."""

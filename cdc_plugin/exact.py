@@ -7,7 +7,7 @@ the same for any number of processes, and sums over pieces are in double precisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cdc_plugin.world import World
 
+OWN = "gradient_of_pieces"  # attribute of a weight, until `sum_gradients`
 PIECEWISE = (F.conv1d, F.conv2d, F.conv3d, F.linear)
 
 
@@ -30,10 +31,29 @@ def piecewise(world: World, sizes: Sequence[int], function: Callable[..., Tensor
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rows, weight, bias = given["input"], given["weight"], given.get("bias")
     work = partial(function, **{name: value for name, value in kwargs.items() if name not in names})
-    times, rest = divmod(len(rows), max(1, sum(sizes)))  # windows of an image are rows of their own
-    if rest or len(rows) == 0:
+    images = sum(sizes)
+    times, rest = divmod(len(rows), max(1, images))  # windows of an image are rows of their own
+    if rest:  # no rows of images, but a table that they share
         return function(*args, **kwargs)
-    return _Piecewise.apply(rows, weight, bias, world, [size * times for size in sizes if size], work, args[3:])
+    cut = [size * times for size in sizes if size] if images else [len(rows)]
+    return _Piecewise.apply(rows, weight, bias, world, cut, work, args[3:])
+
+
+def sum_gradients(world: World, parameters: Iterable[Tensor]) -> None:
+    """Give every process the gradients of all, in double precision until they are summed."""
+    found = [parameter for parameter in parameters if parameter.requires_grad]
+    if not found:
+        return
+    together = world.total(torch.cat([_taken(parameter).flatten() for parameter in found]))
+    for parameter, summed in zip(found, together.split([each.numel() for each in found]), strict=True):
+        parameter.grad = torch.empty_like(parameter).copy_(summed.view(parameter.shape))
+
+
+def _taken(parameter: Tensor) -> Tensor:
+    """What this process knows of a gradient: from pieces, and from whatever else the weight was used for."""
+    known = parameter.__dict__.pop(OWN, None)
+    plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return plain.double() if known is None else known + plain
 
 
 class _Piecewise(torch.autograd.Function):
@@ -69,5 +89,19 @@ class _Piecewise(torch.autograd.Function):
             of_rows.append(first)
             for known, other in zip(sums, others, strict=True):
                 known += other
-        totals = [context.world.only_main(context.world.total(known)).to(weight.dtype) for known in sums]
-        return torch.cat(of_rows), *totals, *[None] * (6 - len(totals))
+        weights = [each for each in (weight, bias) if each is not None]
+        slopes = [_booked(context.world, each, known) for each, known in zip(weights, sums, strict=True)]
+        return torch.cat(of_rows), *slopes, *[None] * (6 - len(slopes))
+
+
+def _booked(world: World, weight: Tensor, slope: Tensor) -> Tensor | None:
+    """Keep a sum for `sum_gradients`.
+
+    Nothing is exchanged on the way back: what one process takes for rows of images may be a table for another. A
+    weight that is computed from others passes its gradient on, and can not wait.
+    """
+    if not weight.is_leaf:
+        return world.only_main(world.total(slope)).to(weight.dtype)
+    if weight.requires_grad:
+        weight.__dict__[OWN] = weight.__dict__.get(OWN, 0) + slope
+    return None

@@ -68,16 +68,6 @@ def in_words(error: Exception, config: RefineConfig, folder: Path, world: World)
     return error
 
 
-def check_shares(config: RefineConfig, world: World) -> None:
-    """Refuse more processes than a sub-batch can be dealt to."""
-    assert config.sub_batch_size is not None
-    if not config.freeze_backbone and config.sub_batch_size < 2 * world.size:
-        raise UserError(
-            f"sub_batch_size={config.sub_batch_size} gives {world.size} processes less than two images each; "
-            f"take fewer processes, or sub_batch_size={4 * world.size} and a batch_size to match"
-        )
-
-
 def refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: int, folder: Path) -> None:
     """Going on with other settings would give a run that no command describes."""
     default = RefineConfig()

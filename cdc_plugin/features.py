@@ -16,7 +16,7 @@ from torch import Tensor
 from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
 from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
 from cdc_plugin.errors import UserError
-from cdc_plugin.world import ALONE, World
+from cdc_plugin.world import ALONE, NEIGHBOURS, World
 
 BLOCK = 8192
 IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does not grow with the number of images
@@ -97,8 +97,9 @@ class Features:
 
     def blocks(self) -> Iterator[Tensor]:
         """This process's features, block by block; at least one, which is empty where it has no image."""
-        for start in range(0, max(1, len(self.own)), BLOCK):
-            rows = self.own[start : start + BLOCK]
+        size = NEIGHBOURS if self.world.exact else BLOCK  # sums are rounded otherwise in blocks of another size
+        for start in range(0, max(1, len(self.own)), size):
+            rows = self.own[start : start + size]
             yield rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
 
     def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:

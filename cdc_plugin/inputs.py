@@ -103,12 +103,16 @@ def open_data(config: RefineConfig, backbone: Backbone, data: Any) -> ImageSet:
     for name, reason in images.skipped:
         log.warning("skipped %s: %s", name, reason)
     assert config.clusters is not None
-    if len(images) < max(config.clusters, 4):
+    refuse_few(len(images), images.source, config.clusters)
+    return images
+
+
+def refuse_few(images: int, source: str, clusters: int) -> None:
+    if images < max(clusters, 4):
         raise UserError(
-            f"{images.source} has {len(images)} readable images, too few for {config.clusters} clusters; "
+            f"{source} has {images} readable images, too few for {clusters} clusters; "
             "add images or take fewer --clusters"
         )
-    return images
 
 
 def take_small_images(backbone: Backbone, source: Any, root: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class Backbone(nn.Module):
@@ -46,9 +49,12 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor([float(m) for m in mean]), persistent=False)
         self.register_buffer("std", torch.tensor([float(s) for s in std]), persistent=False)
 
-    def place(self, device: torch.device, compiled: bool) -> None:
+    def place(self, device: torch.device, compiled: bool, trained: bool) -> None:
         """Move to a device, in the layout that convolutions like best; compile what is called there by choice."""
         self.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if trained and device.type == "cpu" and torch.get_num_threads() > 1 and any(map(_crashes, self.modules())):
+            log.warning("one thread trains: torch's convolutions of fewer than 16 channels crash with more of them")
+            torch.set_num_threads(1)
         if compiled:
             self.module.compile()
 
@@ -62,3 +68,10 @@ class Backbone(nn.Module):
                 f"{tuple(features.shape)}; pool its output to (N, {self.feature_dim}) or state the right size"
             )
         return features
+
+
+def _crashes(layer: nn.Module) -> bool:
+    """Whether the way back through a layer writes beyond its memory: oneDNN's, with several threads (torch 2.15)."""
+    if not isinstance(layer, nn.Conv2d):
+        return False
+    return layer.kernel_size == (1, 1) and max(layer.stride) > 1 and layer.in_channels // layer.groups < 16

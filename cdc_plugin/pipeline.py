@@ -17,6 +17,7 @@ from cdc_plugin.checkpoints.architectures import build
 from cdc_plugin.clusterer import Clusterer
 from cdc_plugin.config import RefineConfig, batch_sizes, load_config, steps_an_epoch, to_yaml
 from cdc_plugin.core.outliers import fit_prototypes
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.engine import NotFiniteError, Refiner
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import (
@@ -27,12 +28,12 @@ from cdc_plugin.evaluation import (
     predict,
     trusted_samples,
 )
-from cdc_plugin.faults import check_shares, in_words, refuse_other_settings, setback_warning, step_back
+from cdc_plugin.faults import in_words, refuse_other_settings, setback_warning, step_back
 from cdc_plugin.guard import as_warnings, findings, new_findings, refuse_dead
 from cdc_plugin.heads import build_head
 from cdc_plugin.inputs import check_request, configure, open_data
 from cdc_plugin.model import Backbone
-from cdc_plugin.preparation import frozen_views, gather, initialise
+from cdc_plugin.preparation import check_shares, frozen_views, gather, initialise
 from cdc_plugin.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch, watched
 from cdc_plugin.report.of_run import findings_of_run
 from cdc_plugin.report.page import write_page
@@ -137,9 +138,6 @@ def run(
 def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any, world: World) -> Run:
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
     world = settled(world, config, choose_device(config.device))
-    if world.size > 1:
-        same = ", bit for bit as one with sync_batchnorm=true" if world.exact else ""
-        log.info("%d processes train together%s", world.size, same)
     material = gather(config, module, data, world=world)
     heads, chosen = initialise(material)
     config, backbone, images, features = material.config, material.backbone, material.images, material.features
@@ -149,7 +147,6 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
             config = dataclasses.replace(config, **{name: getattr(backbone, name).tolist()})
     config = dataclasses.replace(config, augment=chosen, presumed=[], track=config.track or [])
     config = world.from_main(lambda: config)
-    check_shares(config, world)
     if world.main:
         clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
         write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
@@ -180,11 +177,17 @@ def restart(
     backbone = Backbone(network, **record)
     device = choose_device(config.device)
     world = settled(world, config, device)
-    backbone.place(device, config.compile)
-    images = open_data(config, backbone, data)
-    refuse_other_settings(given, stored, len(images), folder)
-    if images.digest != state["digest"]:
-        raise UserError(f"the images of {config.data} are not those that {folder} was begun with")
+    backbone.place(device, config.compile, not config.freeze_backbone)
+
+    def opened() -> ImageSet:
+        check_shares(config, world)
+        images = open_data(config, backbone, data)
+        refuse_other_settings(given, stored, len(images), folder)
+        if images.digest != state["digest"]:
+            raise UserError(f"the images of {config.data} are not those that {folder} was begun with")
+        return images
+
+    images = world.told_once(opened)
     # Runs that an earlier release began have the MLP head and say nothing of it.
     spec = state.get("heads", {"hidden": config.hidden, "clusters": config.clusters})
     heads = [build_head(spec, backbone.feature_dim, str(folder)) for _ in range(2)]
@@ -193,7 +196,6 @@ def restart(
     if config.freeze_backbone:
         backbone.module.load_state_dict(state["frozen"])
     kept: dict[str, Any] = {name: state.get(name) for name in ("before", "history", "start", "old", "setback")}
-    check_shares(config, world)
     last_epochs = state.get("last_epochs", [])
     return Run(config, folder, device, images, model, **kept, last_epochs=last_epochs, state=state, world=world)
 

@@ -59,6 +59,22 @@ def gather(
 ) -> Material:
     """Open the checkpoint and the images, and take the features; mistakes are refused before that."""
     device = choose_device(config.device)
+    config, loaded, backbone, images = world.told_once(lambda: _opened(config, module, data, world))
+    if world.size > 1:
+        same = ", bit for bit as one with sync_batchnorm=true" if world.exact else ""
+        log.info("%d processes train together%s", world.size, same)
+    backbone.place(device, config.compile, not config.freeze_backbone)
+    log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
+    features = extract(backbone, images, device, config.precision, progress, world)
+    if not features.map(lambda block: block.isfinite().all(dim=1)).all():
+        raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
+    old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
+    return Material(config, loaded, backbone, images, device, features, old)
+
+
+def _opened(
+    config: RefineConfig, module: nn.Module | None, data: Any, world: World
+) -> tuple[RefineConfig, Loaded, Backbone, ImageSet]:
     loaded = open_network(config, module)
     config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     assert config.clusters is not None
@@ -67,13 +83,18 @@ def gather(
     backbone = settle_assumptions(backbone, images)
     config = dataclasses.replace(with_numbers(config, images, backbone), init=init)
     training_views(config, backbone)  # refuses a wrong augmentation before any work is done
-    backbone.place(device, config.compile)
-    log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
-    features = extract(backbone, images, device, config.precision, progress, world)
-    if not features.map(lambda block: block.isfinite().all(dim=1)).all():
-        raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
-    old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
-    return Material(config, loaded, backbone, images, device, features, old)
+    check_shares(config, world)
+    return config, loaded, backbone, images
+
+
+def check_shares(config: RefineConfig, world: World) -> None:
+    """Refuse more processes than a sub-batch can be dealt to."""
+    assert config.sub_batch_size is not None
+    if not config.freeze_backbone and config.sub_batch_size < 2 * world.size:
+        raise UserError(
+            f"sub_batch_size={config.sub_batch_size} gives {world.size} processes less than two images each; "
+            f"take fewer processes, or sub_batch_size={4 * world.size} and a batch_size to match"
+        )
 
 
 def with_numbers(config: RefineConfig, images: ImageSet, backbone: Backbone) -> RefineConfig:
@@ -121,7 +142,8 @@ def frozen_views(
 ) -> Tensor | RowFile:
     """Features of the views of a frozen backbone; all processes compute them, the main one keeps and has them."""
     shape = (len(images), 1 + 2 * config.frozen_views, backbone.feature_dim)
-    key = features_key(backbone, images, device, config.precision, f"{config.augment} {config.seed}")
+    arithmetic = f"in pieces of {config.sub_batch_size}" if world.exact else ""
+    key = features_key(backbone, images, device, config.precision, f"{config.augment} {config.seed} {arithmetic}")
     found = find_rows(key, shape) if world.main else None
     if world.from_main(lambda: found is not None):
         return torch.empty(0, *shape[1:]) if found is None else found

@@ -77,6 +77,22 @@ class World:
             raise carried[0]
         return carried[0]
 
+    def told_once(self, make: Callable[[], Shared]) -> Shared:
+        """What ``make`` gives in each process; a user's mistake that any of them finds ends all, and one tells it."""
+        if self.size == 1:
+            return make()
+        mistake, raised = None, torch.zeros(self.size)
+        try:
+            found = make()
+        except UserError as error:
+            mistake, raised[self.rank] = error, 1
+        first = self.total(raised).nonzero().flatten().tolist()[:1]
+        if not first:
+            return found
+        mistake = mistake or UserError(f"process {first[0]} has found a mistake")
+        mistake.told = first != [self.rank]
+        raise mistake
+
     def wait(self) -> None:
         """Go on when all processes have come here."""
         if self.size > 1:

@@ -252,9 +252,6 @@ def test_the_predictions_of_two_processes_are_those_of_one(usual, one, two):
     assert_same_results(two.folder / "usual", one / "usual")
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="bug: distances of up to 25 images are computed otherwise"
-)
 def test_the_predictions_of_three_processes_are_those_of_one(usual, one, three):
     assert_same_results(three.folder / "usual", one / "usual")
 
@@ -311,7 +308,6 @@ def test_a_mistake_ends_all_processes_and_leaves_no_results(two):
     assert left_in(two.folder / "mistaken") == set()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="bug: each process tells of data that are not there")
 def test_a_mistake_is_told_once(two):
     assert two.errors.count("cdc-refine: error: ") == 1
 
@@ -342,9 +338,6 @@ def test_fewer_images_than_processes_could_share_are_no_trouble(few, three):
     assert {path.name for path in folder.iterdir()} == FILES
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="bug: heads and distances of few rows are rounded otherwise"
-)
 def test_fewer_images_than_processes_could_share_are_predicted_the_same(few, three):
     assert_same_results(three.folder / "few", few)
 

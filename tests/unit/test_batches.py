@@ -204,7 +204,6 @@ def test_cached_views_in_a_file_are_those_in_memory(tmp_path):
         assert torch.equal(getattr(memory, name), getattr(disk, name))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="bug: the key knows neither exactness nor sub-batches")
 def test_features_of_views_that_another_arithmetic_has_made_are_not_taken_from_the_cache(
     tmp_path, monkeypatch, tiny_backbone, images
 ):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cdc_plugin import world as worlds
 from cdc_plugin.batchnorm import synchronised
+from cdc_plugin.exact import sum_gradients
 from cdc_plugin.world import ALONE, Rows, World, deal
 
 Results = dict[str, Tensor]
@@ -72,7 +73,10 @@ def by_processes(
             output = own_network(own)
         # All slopes are drawn, so that they do not depend on who has which.
         output.backward(slopes(torch.Size([len(rows), *output.shape[1:]]))[shares[world.rank]])
-        return after(own_network, output, own, lambda tensor: world.gather(tensor, shares), world.total)
+        if exact:
+            sum_gradients(world, own_network.parameters())
+        total = (lambda tensor: tensor) if exact else world.total
+        return after(own_network, output, own, lambda tensor: world.gather(tensor, shares), total)
 
     return in_step(size, work, exact)[0]
 

@@ -308,6 +308,22 @@ def test_a_backbone_that_has_diverged_is_told(mini_clusters, value):
         refiner.train_batch(views(), torch.Generator())
 
 
+@pytest.mark.parametrize("what", ["weight", "running_var"])
+def test_an_epoch_whose_last_step_has_ruined_a_weight_or_a_statistic_does_not_count(what):
+    refiner = make(settings(epochs=2))
+    layer = next(layer for layer in refiner.clustering_head.modules() if isinstance(layer, nn.BatchNorm1d))
+    ended = []
+
+    def ruin(stats: dict[str, float]) -> None:
+        if refiner.epoch == 1:
+            with torch.no_grad():
+                getattr(layer, what)[0] = float("inf")
+
+    with pytest.raises(NotFiniteError):
+        refiner.fit(lambda epoch, done: [views()][done:], ruin, ended.append)
+    assert (refiner.epoch, len(ended)) == (1, 1)
+
+
 def test_rates_fall_along_a_cosine_or_stay():
     falling, constant = make(settings(epochs=3)), make(settings(epochs=3, schedule="constant"))
     refiner_steps = [line["lr_factor"] for line in fit(falling)]
@@ -560,7 +576,6 @@ def test_processes_judge_in_the_same_groups_as_one_process(monkeypatch):
     assert not same(trained_by(1, 75, sub_batch_size=20)[0][2], alone[2])  # groups have statistics of their own
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="bug: small shares are trained whole, one process is not")
 def test_eight_processes_leave_out_the_images_that_one_process_leaves_out():
     # 33 images in pieces of two: the last of eight processes has three of them.
     (alone,) = trained_by(1, 33, sub_batch_size=33)

@@ -17,7 +17,7 @@ from torch import nn
 from cdc_plugin.config import AugmentConfig, RefineConfig, resolve
 from cdc_plugin.engine import Refiner
 from cdc_plugin.errors import UserError
-from cdc_plugin.faults import SLOWER, check_shares, in_words, refuse_other_settings, setback_warning, step_back
+from cdc_plugin.faults import SLOWER, in_words, refuse_other_settings, setback_warning, step_back
 from cdc_plugin.heads import ClusterHead
 from cdc_plugin.results import write_state
 from cdc_plugin.run_state import Run, state_of
@@ -149,15 +149,6 @@ def test_a_network_that_can_not_be_compiled_is_told_where_that_was_asked_for():
 def test_other_errors_are_left_as_they_are(world):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert in_words(error, CONFIG, Path("out"), world) is error
-
-
-def test_more_processes_than_images_in_a_sub_batch_are_refused():
-    check_shares(replace(CONFIG, sub_batch_size=12), World(0, 6))
-    with pytest.raises(UserError, match=r"sub_batch_size=12 gives 7 processes .*sub_batch_size=28 and a batch_size"):
-        check_shares(replace(CONFIG, sub_batch_size=12), World(0, 7))
-    check_shares(replace(CONFIG, sub_batch_size=28), World(0, 7))
-    # The heads of a frozen backbone are the main process's.
-    check_shares(replace(CONFIG, sub_batch_size=12, freeze_backbone=True), World(0, 7))
 
 
 STORED = resolve(RefineConfig(backbone="b.pt", data="d", clusters=3, epochs=5), 100, 32)

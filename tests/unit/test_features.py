@@ -189,7 +189,6 @@ def test_work_on_all_rows_is_gathered_from_blocks_of_all_processes(monkeypatch, 
         assert torch.equal(positive, rows[:, 0] > 0)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="bug: blocks depend on the number of processes")
 def test_heads_on_the_features_of_an_exact_world_give_the_same_bits():
     torch.manual_seed(0)
     head, different = ClusterHead(16, 64, 10).eval(), []

@@ -263,7 +263,7 @@ def test_a_process_of_its_own_exchanges_nothing(monkeypatch):
     assert ALONE.total(rows) is ALONE.agree(rows) is ALONE.only_main(rows) is rows
     assert ALONE.any(True)
     assert not ALONE.any(False)
-    assert ALONE.from_main(lambda: 7) == 7
+    assert ALONE.from_main(lambda: 7) == ALONE.told_once(lambda: 7) == 7
     ALONE.wait()
 
 
@@ -284,6 +284,26 @@ def test_a_mistake_that_the_main_process_finds_ends_all_and_is_told_by_one():
         return str(caught.value), caught.value.told
 
     assert in_step(3, work) == [("nothing at nowhere", world > 0) for world in range(3)]
+
+
+@pytest.mark.parametrize("mistaken", [{0, 1, 2}, {1, 2}, {2}, set()], ids=str)
+def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
+    def work(world: World) -> Any:
+        def open_file() -> int:
+            if world.rank in mistaken:
+                raise UserError(f"nothing at node {world.rank}")
+            return world.rank
+
+        try:
+            return world.told_once(open_file)
+        except UserError as error:
+            return str(error), error.told
+
+    found = in_step(3, work)
+    if not mistaken:
+        assert found == [0, 1, 2]
+    else:
+        assert [text for text, told in found if not told] == [f"nothing at node {min(mistaken)}"]
 
 
 @pytest.fixture
