@@ -67,7 +67,9 @@ class RefineConfig:
     lr_backbone: float | None = None
     schedule: str = "cosine"  # or constant, as in the paper
     freeze_backbone: bool = False
-    frozen_views: int = 4  # weak and strong views a sample whose features are cached with a frozen backbone
+    frozen_views: int = (
+        4  # weak and strong views a sample whose features a frozen backbone gives once; at most `epochs`
+    )
 
     input_size: int | None = None
     mean: list[float] | None = None
@@ -233,6 +235,7 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
         config,
         mini_clusters=None if config.mini_clusters is None else min(config.mini_clusters, batch),
         epochs=epochs,
+        frozen_views=min(config.frozen_views, max(1, epochs)),  # an epoch looks at one of them
         lr_heads=PAPER_LR_HEADS * faster if config.lr_heads is None else config.lr_heads,
         lr_backbone=PAPER_LR_BACKBONE * faster if config.lr_backbone is None else config.lr_backbone,
         input_size=input_size,

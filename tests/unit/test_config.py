@@ -150,9 +150,14 @@ def test_every_open_number_is_filled_in_within_its_bounds(images, clusters, inpu
 
 def test_numbers_that_are_given_are_kept():
     given = RefineConfig(
-        clusters=5, batch_size=50, sub_batch_size=20, mini_clusters=9, epochs=0, lr_heads=0.0, lr_backbone=1e-6
+        clusters=5, batch_size=50, sub_batch_size=20, mini_clusters=9, epochs=6, lr_heads=0.0, lr_backbone=1e-6
     )
     assert resolve(given, 1000, 32) == dataclasses.replace(given, input_size=32)
+
+
+@pytest.mark.parametrize(("epochs", "views"), [(0, 1), (1, 1), (3, 3), (9, 4)])
+def test_no_more_views_of_frozen_images_are_kept_than_epochs_look_at(epochs, views):
+    assert resolve(RefineConfig(clusters=2, epochs=epochs), 60, 32).frozen_views == views
 
 
 def test_sizes_beyond_the_data_are_cut_to_it():
