@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launching import Watch, torchrun
 from safetensors.torch import load_file
 
 from cdc_plugin.engine import Judgement, Refiner
@@ -96,50 +93,17 @@ class Ended:
         return [torch.load(self.folder / f"{name}.{rank}.masks", weights_only=True) for rank in range(self.size)]
 
 
-def processes_with(mark: str) -> list[int]:
-    """Live processes that have a word in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if mark.encode() in (folder / "environ").read_bytes() and state != "Z":
-                found.append(int(folder.name))
-        except OSError:  # ended in between, or somebody else's
-            continue
-    return found
-
-
-def torchrun(
-    folder: Path, processes: int, *words: object, watch: Callable[[subprocess.Popen[str]], None] | None = None
-) -> Ended:
-    """So many processes, with a cache of their own, of which none may be left in the end.
-
-    Args:
-        watch: what to do while they run.
-    """
+def launched(folder: Path, processes: int, *words: object, watch: Watch | None = None) -> Ended:
+    """So many processes, with a cache of their own."""
     folder.mkdir(exist_ok=True)
-    mark = f"ddp-{uuid.uuid4().hex}"
-    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CDC_CACHE": str(folder / "cache"), "DDP_MARK": mark}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command, pipe = [*launcher, *map(str, words)], subprocess.PIPE
-    with subprocess.Popen(command, env={**os.environ, **more}, stdout=pipe, stderr=pipe, text=True) as process:
-        if watch is not None:
-            watch(process)
-        try:
-            out, errors = process.communicate(timeout=300)
-        finally:
-            process.kill()
-    until = time.monotonic() + 60
-    while processes_with(mark) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert processes_with(mark) == []
-    return Ended(folder, process.returncode, out, errors, processes)
+    ended = torchrun(processes, *words, watch=watch, CDC_CACHE=str(folder / "cache"))
+    return Ended(folder, ended.returncode, ended.stdout, ended.stderr, processes)
 
 
 def driven(folder: Path, processes: int, runs: dict[str, list[str]]) -> Ended:
     folder.mkdir()
     (folder / "driver.py").write_text(DRIVER)
-    return torchrun(folder, processes, folder / "driver.py", folder, json.dumps(runs))
+    return launched(folder, processes, folder / "driver.py", folder, json.dumps(runs))
 
 
 def alone(folder: Path, words: list[str], resume: bool = False) -> list[torch.Tensor]:
@@ -314,7 +278,7 @@ def test_a_mistake_is_told_once(two):
 
 def test_torchrun_ends_on_a_mistake_and_nobody_is_left(tmp_path, material):
     words = material.words(USUAL, "nowhere.npz")
-    ended = torchrun(tmp_path / "out", 2, "-m", "cdc_plugin", *words, "--out", tmp_path / "out" / "run")
+    ended = launched(tmp_path / "out", 2, "-m", "cdc_plugin", *words, "--out", tmp_path / "out" / "run")
     assert ended.code != 0
     assert "exitcode  : 2" in ended.errors
     assert "cdc-refine: error: " in ended.errors
@@ -347,7 +311,7 @@ def test_the_command_in_one_process_of_torchrun_and_in_two_gives_what_one_proces
     for processes in (1, 2):
         folder = tmp_path / f"{processes}"
         words = material.words(USUAL)
-        ended = torchrun(folder, processes, "-m", "cdc_plugin", *words, "--out", folder / "run")
+        ended = launched(folder, processes, "-m", "cdc_plugin", *words, "--out", folder / "run")
         assert ended.code == 0, ended.errors
         assert ended.out.count(TABLE) == 1
         assert_same_results(folder / "run", one / "usual")
@@ -368,7 +332,7 @@ def test_a_run_whose_torchrun_is_ended_is_gone_on_with_by_another_number_of_proc
             time.sleep(0.02)
         process.send_signal(number)
 
-    ended = torchrun(folder, 2, "-m", "cdc_plugin", *material.words(USUAL), "--out", out, watch=tell)
+    ended = launched(folder, 2, "-m", "cdc_plugin", *material.words(USUAL), "--out", out, watch=tell)
     assert ended.code != 0
     assert 1 <= len(history(out)) <= 3
     alone(out, material.words(USUAL), resume=True)

@@ -162,16 +162,3 @@ def _timeless(file: Path) -> list[dict[str, Any]]:
     text = file.read_text()
     records = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else [json.loads(text)]
     return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
-
-
-def processes_with(mark: str) -> list[int]:
-    """Live processes that have a word in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if mark.encode() in (folder / "environ").read_bytes() and state != "Z":
-                found.append(int(folder.name))
-        except OSError:  # ended in between, or somebody else's
-            continue
-    return found

@@ -9,15 +9,6 @@ from cdc_plugin import Backbone
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def threads():
-    """Two threads, and as many as before in the end."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def around(*layers: nn.Module) -> Backbone:
     return Backbone(nn.Sequential(*layers), 4, [0.5] * 3, [0.5] * 3, 32)
 
@@ -33,7 +24,7 @@ def around(*layers: nn.Module) -> Backbone:
     ],
     ids=str,
 )
-def test_layers_that_would_crash_are_trained_by_one_thread(threads, caplog, layer, trained, left):
+def test_layers_that_would_crash_are_trained_by_one_thread(two_threads, caplog, layer, trained, left):
     around(nn.Conv2d(3, 8, 3), layer).place(CPU, False, trained)
     assert torch.get_num_threads() == left
     assert ("one thread trains" in caplog.text) == (left == 1)

@@ -306,15 +306,6 @@ def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
         assert [text for text, told in found if not told] == [f"nothing at node {min(mistaken)}"]
 
 
-@pytest.fixture
-def threads():
-    """More than one thread, and as many as before in the end."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("size", "device", "asked", "exact"),
     [
@@ -328,14 +319,16 @@ def threads():
         (MOST_EXACT + 1, "cpu", True, False),
     ],
 )
-def test_a_world_is_exact_on_processors_that_synchronise_and_takes_one_thread_then(threads, size, device, asked, exact):
+def test_a_world_is_exact_on_processors_that_synchronise_and_takes_one_thread_then(
+    two_threads, size, device, asked, exact
+):
     found = settled(World(size - 1, size, 0), RefineConfig(sync_batchnorm=asked), torch.device(device))
     assert found == World(size - 1, size, 0, exact=exact)
     assert torch.get_num_threads() == (1 if exact else 2)
 
 
 @pytest.mark.parametrize(("size", "asked"), [(1, True), (2, None), (2, True)])
-def test_compiled_networks_can_not_synchronise(threads, size, asked):
+def test_compiled_networks_can_not_synchronise(two_threads, size, asked):
     config = RefineConfig(compile=True, sync_batchnorm=asked)
     with pytest.raises(UserError, match="sync_batchnorm=false"):
         settled(World(0, size), config, torch.device("cpu"))
