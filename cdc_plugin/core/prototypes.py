@@ -26,6 +26,7 @@ from cdc_plugin.core.targets import mini_cluster_targets
 
 STARTS = 10  # k-means restarts on the features: the partition for the heads, and the votes for its confidence
 BATCHNORM_EPSILON = 1e-5
+_ROWS = 2048  # standardised at once, to bound memory
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def prototype_head(
     first = orthogonalize(prototypes.repeat(repeats, 1)[:hidden])
     before = features @ first.T
     mean, variance = before.mean(dim=0), before.var(dim=0, unbiased=False)
-    activations = F.relu((before - mean) / (variance + BATCHNORM_EPSILON).sqrt())
+    activations = before.sub_(mean).div_((variance + BATCHNORM_EPSILON).sqrt()).relu_()  # in place: (N, H) is large
 
-    means = _means(standardize_rows(activations), partition, clusters)
+    means = _means(activations, partition, clusters)
     second = orthogonalize(means - means.mean(dim=0))
     logits = activations @ second.T
     targets = consensus_targets(directions, logits.argmax(dim=1), runs, generator)
@@ -132,5 +133,8 @@ def fitted_scale(logits: Tensor, targets: Tensor) -> float:
 
 
 def _means(points: Tensor, assignment: Tensor, clusters: int) -> Tensor:
-    sums = points.new_zeros(clusters, points.shape[1]).index_add_(0, assignment, points)
+    """(C, D) means of the standardised rows of each cluster."""
+    sums = points.new_zeros(clusters, points.shape[1])
+    for part, places in zip(points.split(_ROWS), assignment.split(_ROWS), strict=True):
+        sums.index_add_(0, places, standardize_rows(part))
     return sums / torch.bincount(assignment, minlength=clusters).clamp(min=1).unsqueeze(1)
