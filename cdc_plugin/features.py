@@ -6,6 +6,7 @@ import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
 from cdc_plugin.errors import UserError
 from cdc_plugin.world import ALONE, NEIGHBOURS, World
 
-BLOCK = 8192
+BLOCK = 2048
 IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does not grow with the number of images
 # Rows that k-means and its like see at once; of larger sets a random sample. At least so many a cluster.
 SAMPLE, SAMPLE_A_CLUSTER = 20_000, 50
@@ -42,7 +43,7 @@ def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) 
     """
     path = None if key is None else entry("features", key, "f32")
     if _bytes(shape) <= IN_MEMORY:
-        rows = torch.cat(list(parts))
+        rows = _together(shape, parts)
         if path is not None:
             with contextlib.suppress(UserError):  # a full disk, say; they are at hand all the same
                 make_room(path, _bytes(shape))
@@ -55,7 +56,7 @@ def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) 
     # Of use to this process only: the file is gone when the process ends, however it ends.
     folder = scratch_folder()
     if folder is None:
-        return torch.cat(list(parts))
+        return _together(shape, parts)
     path = folder / f"features-{uuid.uuid4().hex[:16]}.f32"
     if folder == cache_folder():
         make_room(path, _bytes(shape))
@@ -64,6 +65,15 @@ def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) 
     with contextlib.suppress(OSError):  # Windows keeps it until the cache is full
         path.unlink()
     return found
+
+
+def _together(shape: tuple[int, ...], parts: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """All rows; never twice in memory."""
+    whole, first = torch.empty(shape, dtype=dtype), 0
+    for part in parts:
+        whole[first : first + len(part)] = part
+        first += len(part)
+    return whole
 
 
 def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> None:
@@ -104,8 +114,11 @@ class Features:
 
     def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:
         """What ``work`` makes of every row, (N, ...), from blocks of this process and all others."""
-        done = [work(block).cpu() for block in self.blocks()]
-        return self.world.gather(torch.cat(done), self.world.shares_of(self.count))
+        done = (work(block).cpu() for block in self.blocks())
+        start = next(done)
+        # Put in place at once: small tensors that are kept between large ones would leave holes in memory.
+        whole = _together((len(self.own), *start.shape[1:]), chain([start], done), start.dtype)
+        return self.world.gather(whole, self.world.shares_of(self.count))
 
     def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
