@@ -10,8 +10,6 @@ import contextlib
 import datetime
 import functools
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,8 +21,10 @@ from torch import Tensor
 
 from cdc_plugin.config import RefineConfig
 from cdc_plugin.errors import UserError
+from cdc_plugin.process import end_with_parent
 
 Shared = TypeVar("Shared")
+JOINING = datetime.timedelta(minutes=10)  # that processes wait for the others to come
 PATIENCE = datetime.timedelta(hours=2)  # that processes wait for another, which may be reading all images
 # Images that stay together however many processes there are: of the whole set, and pieces of a sub-batch.
 NEIGHBOURS, PIECES = 32, 16
@@ -243,12 +243,12 @@ def joined() -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
+    end_with_parent()
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     try:
         # torchrun may keep what an earlier try has left in the store: addresses of processes that are no more.
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=JOINING)))
         store = dist.PrefixStore(f"try {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} of {size}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
@@ -268,13 +268,6 @@ def restarted() -> bool:
     """Whether ``torchrun`` or SLURM has started this command again after a fault: then it goes on with its run."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     return any(count.isdigit() and int(count) > 0 for count in counts)
-
-
-def _end_with(parent: int) -> None:
-    """A process whose ``torchrun`` was killed would wait for the others for hours, deaf to signals."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _on_cpu() -> bool:

@@ -374,7 +374,7 @@ def test_a_script_that_has_joined_already_is_left_as_it_is(environment, monkeypa
 
 def test_processes_that_do_not_find_each_other_are_told_what_to_do(environment, monkeypatch):
     environment(WORLD_SIZE="4", RANK="1")
-    monkeypatch.setattr(worlds, "_end_with", lambda parent: None)
+    monkeypatch.setattr(worlds, "end_with_parent", lambda: None)
 
     def lost(*_: Any, **__: Any) -> None:
         raise ConnectionError("no answer\nmore lines")
@@ -382,17 +382,6 @@ def test_processes_that_do_not_find_each_other_are_told_what_to_do(environment, 
     monkeypatch.setattr(worlds.dist, "rendezvous", lost)
     with pytest.raises(UserError, match=r"the 4 processes .* \(no answer\); .*torchrun.* unset WORLD_SIZE"), joined():
         pytest.fail("nobody is there")
-
-
-def test_a_process_ends_with_the_one_that_started_it(monkeypatch):
-    parents = iter([7, 7, 1])
-    monkeypatch.setattr(worlds.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(worlds.time, "sleep", lambda seconds: None)
-    ended = []
-    monkeypatch.setattr(worlds.os, "_exit", ended.append)
-    worlds._end_with(7)
-    assert ended == [1]
-    assert list(parents) == []
 
 
 @pytest.mark.parametrize(
