@@ -13,8 +13,9 @@ from cdc_plugin.config import RefineConfig, batch_sizes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, weak_view
-from cdc_plugin.engine import Views, dealt
+from cdc_plugin.engine import Views
 from cdc_plugin.model import Backbone
+from cdc_plugin.parts import dealt
 from cdc_plugin.runtime import generator
 from cdc_plugin.tracking import progress
 from cdc_plugin.world import ALONE, World

@@ -8,7 +8,7 @@ backbone and clustering head on the strong views, one step of the calibration he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cdc_plugin.batchnorm import synchronised
-from cdc_plugin.config import RefineConfig, sub_batches
+from cdc_plugin.config import RefineConfig
 from cdc_plugin.core.calibration import calibrations, hard_targets
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.moderate import make_selector
 from cdc_plugin.core.selection import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.exact import sum_gradients
+from cdc_plugin.parts import Part, dealt, parts_of
 from cdc_plugin.runtime import autocast, generator, own_randomness, rate_factor
-from cdc_plugin.world import ALONE, Deal, Rows, World, deal, sizes_of
+from cdc_plugin.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Refiner:
 
         clustering_losses, calibration_losses = [], []
         with own_randomness(randomness, self.device, self.world.rank):  # dropout and stochastic depth
-            for part in self._parts(views, judged.selection.mask.cpu()):
+            for part in parts_of(judged.selection.mask.cpu(), self.config, self.device, self.world):
                 self._set_rates()
                 clustering, calibration = self._step(part, views, judged)
                 clustering_losses.append(clustering)
@@ -208,21 +209,6 @@ class Refiner:
         assignment = mini_clusters_of(features, count, randomness)
         return mini_cluster_targets(probs, assignment, count), count
 
-    def _parts(self, views: Views, trusted: Tensor) -> Iterator[_Part]:
-        """The sub-batches; where passes are saved, without a quarter of the images: see `worth_training`."""
-        deal, first = dealt(len(views.rows), self.config, self.world), 0
-        for rows, shares, pieces in zip(deal.sub_batches, deal.shares, deal.pieces, strict=True):
-            whole, own = slice(int(rows[0]), int(rows[-1]) + 1), shares[self.world.rank]
-            kept = torch.ones_like(rows, dtype=torch.bool)
-            # Of fewer than three images, both could be left out.
-            if self.config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= 3:
-                kept = worth_training(trusted[whole])
-            views_of = first + torch.arange(len(own))[kept[own]]
-            place = kept.cumsum(dim=0) - 1
-            trained = Rows([place[share[kept[share]]] for share in shares], sizes_of(pieces[own[kept[own]]]))
-            yield _Part(whole, rows[kept].to(self.device), views_of.to(self.device), trained)
-            first += len(own)
-
     def _features(self, images: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
         """Features of this process's images, and the places of all processes' ones in the batch."""
         deal = dealt(len(views.rows), self.config, self.world)
@@ -239,7 +225,7 @@ class Refiner:
             first = last
         return torch.cat(found).float(), deal.owned
 
-    def _step(self, part: _Part, views: Views, judged: Judgement) -> tuple[Tensor, Tensor]:
+    def _step(self, part: Part, views: Views, judged: Judgement) -> tuple[Tensor, Tensor]:
         """One step on a sub-batch; returns both losses.
 
         By default each head has a step of its own. A single head, and a calibration head whose gradient reaches
@@ -268,7 +254,7 @@ class Refiner:
         self._descend(loss + calibration, *moved)
         return loss.detach(), calibration.detach()
 
-    def _clustering_loss(self, part: _Part, views: Views, selection: Selection) -> Tensor:
+    def _clustering_loss(self, part: Part, views: Views, selection: Selection) -> Tensor:
         self.backbone.train()
         self.clustering_head.train()
         images = views.strong_of(part.own)
@@ -360,44 +346,6 @@ class Refiner:
         self.under_way = _UnderWay(len(self.under_way.sizes), state.get("under_way"))
 
 
-def dealt(images: int, config: RefineConfig, world: World) -> Deal:
-    """How a batch of so many images is shared by the processes."""
-    assert config.sub_batch_size is not None
-    return deal(images, sub_batches(images, config.sub_batch_size), world)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A sub-batch.
-
-    Args:
-        rows: of the batch.
-        trained: (n,) those of them that the clustering head is trained on.
-        own: which of this process's views are of ``trained``.
-        shared: whose ``trained`` are.
-    """
-
-    rows: slice
-    trained: Tensor
-    own: Tensor
-    shared: Rows
-
-
-def worth_training(trusted: Tensor) -> Tensor:
-    """The images (b,) of a sub-batch that are trained on: three of four neighbours, always as many of a sub-batch.
-
-    An image that is not trusted has no part in the pseudo-label loss, it only adds to the statistics of BatchNorm: it
-    is left out first. Of four trusted ones the last has to wait for another epoch.
-    """
-    kept = torch.ones_like(trusted)
-    blocks = len(trusted) // _BLOCK * _BLOCK
-    doubtful = ~trusted[:blocks].view(-1, _BLOCK)
-    doubtful[:, -1] = True
-    left_out = doubtful.int().argmax(dim=1) + torch.arange(0, blocks, _BLOCK, device=trusted.device)
-    kept[left_out] = False
-    return kept
-
-
 class _UnderWay:
     """What is known of an epoch before it ends: the logs of its batches, cluster sizes, the random stream."""
 
@@ -428,10 +376,6 @@ _JUDGED_AT_ONCE = 100_000_000
 # the confidence stayed 12 points below an accuracy of 93 % (ten ImageNet classes, 128 px); with 4 it was 79 % at
 # an accuracy of 78 % (96 px). Single runs; 8 itself was not measured.
 _LARGEST, _LARGEST_FROZEN = 50.0, 8.0
-
-# Neighbours that `worth_training` looks at together. A constant number of them is left out: convolutions on CPUs are
-# prepared anew for every number of images, which took 7 % of an epoch. Small sub-batches are trained whole.
-_BLOCK, _WORTH_SAVING = 4, 32
 
 _STATEFUL = (
     "backbone",

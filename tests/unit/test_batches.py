@@ -17,8 +17,9 @@ from cdc_plugin.config import AugmentConfig, RefineConfig, batch_sizes
 from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import make_views, strong_view
-from cdc_plugin.engine import Views, dealt
+from cdc_plugin.engine import Views
 from cdc_plugin.errors import UserError
+from cdc_plugin.parts import dealt
 from cdc_plugin.world import World
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ LAYERS = [
     {"data", "checkpoints", "tracking", "trackers", "results"},
     {"tables"},
     {"model", "heads", "runtime", "batchnorm"},
-    {"exact"},
+    {"exact", "parts"},
     {"core", "metrics", "selective"},
     {"world"},
     {"config", "registry", "demo"},
