@@ -154,7 +154,10 @@ def test_a_command_that_is_told_to_end_says_so_in_one_line(number, code, capsys)
     assert capsys.readouterr().err.splitlines() == [expected]
 
 
-def test_the_keyboard_still_interrupts_with_its_own_code(capsys):
+def test_the_keyboard_still_interrupts_with_its_own_code(capsys, request):
+    # A shell has background jobs ignore the keyboard; the tests may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(SystemExit) as end:
         cli._guard(lambda options: tell(signal.SIGINT), cli.refine_parser(), [])
     assert end.value.code == 130
