@@ -10,35 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cdc_plugin.assessment import compare as compare
-    from cdc_plugin.assessment import evaluate as evaluate
-    from cdc_plugin.checkpoints.formats import load_backbone as load_backbone
-    from cdc_plugin.clusterer import Clusterer as Clusterer
-    from cdc_plugin.clusterer import load_model as load_model
+    from cdc_plugin.checkpoints.load import load_backbone as load_backbone
     from cdc_plugin.comparison.run import compare_methods as compare_methods
-    from cdc_plugin.config import AugmentConfig as AugmentConfig
-    from cdc_plugin.config import RefineConfig as RefineConfig
+    from cdc_plugin.config.schema import AugmentConfig as AugmentConfig
+    from cdc_plugin.config.schema import RefineConfig as RefineConfig
     from cdc_plugin.errors import UserError as UserError
-    from cdc_plugin.evaluation import Report as Report
-    from cdc_plugin.exports import export_model as export_model
-    from cdc_plugin.model import Backbone as Backbone
+    from cdc_plugin.evaluation.evaluate import compare as compare
+    from cdc_plugin.evaluation.evaluate import evaluate as evaluate
+    from cdc_plugin.evaluation.report_record import Report as Report
+    from cdc_plugin.integrations.export import export_model as export_model
+    from cdc_plugin.models.backbone import Backbone as Backbone
+    from cdc_plugin.models.clusterer import Clusterer as Clusterer
+    from cdc_plugin.models.clusterer import load_model as load_model
     from cdc_plugin.pipeline import refine as refine
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AugmentConfig": "config",
-    "Backbone": "model",
-    "Clusterer": "clusterer",
-    "RefineConfig": "config",
-    "Report": "evaluation",
+    "AugmentConfig": "config.schema",
+    "Backbone": "models.backbone",
+    "Clusterer": "models.clusterer",
+    "RefineConfig": "config.schema",
+    "Report": "evaluation.report_record",
     "UserError": "errors",
-    "compare": "assessment",
+    "compare": "evaluation.evaluate",
     "compare_methods": "comparison.run",
-    "evaluate": "assessment",
-    "export_model": "exports",
-    "load_backbone": "checkpoints.formats",
-    "load_model": "clusterer",
+    "evaluate": "evaluation.evaluate",
+    "export_model": "integrations.export",
+    "load_backbone": "checkpoints.load",
+    "load_model": "models.clusterer",
     "refine": "pipeline",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
-    "refine": "cli",
-    "predict": "cli_predict",
-    "evaluate": "cli_evaluate",
-    "compare": "cli_compare",
-    "inspect": "cli_inspect",
-    "export": "cli_export",
-    "pretrain": "cli_pretrain",
+    "refine": "cli.refine",
+    "predict": "cli.predict",
+    "evaluate": "cli.evaluate",
+    "compare": "cli.compare",
+    "inspect": "cli.inspect",
+    "export": "cli.export",
+    "pretrain": "cli.pretrain",
 }
 
 

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.batches import FINAL, QUALITY, batches_of, cached_views, fresh_views, training_views
-from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.clusterer import Clusterer
-from cdc_plugin.config import RefineConfig, batch_sizes, load_config, steps_an_epoch, to_yaml
-from cdc_plugin.core.outliers import fit_prototypes
+from cdc_plugin.config.schema import RefineConfig, batch_sizes, load_config, steps_an_epoch, to_yaml
+from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.engine import NotFiniteError, Refiner
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation import (
+from cdc_plugin.evaluation.prediction_table import prediction_table, write_table
+from cdc_plugin.evaluation.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch, watched
+from cdc_plugin.evaluation.report_record import (
     Report,
     head_probabilities,
     kmeans_of_all,
@@ -28,16 +26,22 @@ from cdc_plugin.evaluation import (
     predict,
     trusted_samples,
 )
-from cdc_plugin.faults import in_words, refuse_other_settings, setback_warning, step_back
-from cdc_plugin.guard import as_warnings, findings, new_findings, refuse_dead
-from cdc_plugin.heads import build_head
-from cdc_plugin.inputs import check_request, configure, open_data
-from cdc_plugin.model import Backbone
-from cdc_plugin.preparation import check_shares, frozen_views, gather, initialise
-from cdc_plugin.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch, watched
+from cdc_plugin.models.architectures import build
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.models.heads import build_head
 from cdc_plugin.report.of_run import findings_of_run
-from cdc_plugin.report.page import write_page
-from cdc_plugin.results import (
+from cdc_plugin.report.run_page import write_page
+from cdc_plugin.training.batches import FINAL, QUALITY, batches_of, cached_views, fresh_views, training_views
+from cdc_plugin.training.collapse import as_warnings, findings, new_findings, refuse_dead
+from cdc_plugin.training.device import choose_device, generator, write_atomically
+from cdc_plugin.training.distributed import ALONE, World, joined, restarted, settled
+from cdc_plugin.training.inputs import check_request, configure, open_data
+from cdc_plugin.training.prepare import check_shares, frozen_views, gather, initialise
+from cdc_plugin.training.progress import TrainingProgress, log, log_to, progress, write_history
+from cdc_plugin.training.recovery import in_words, refuse_other_settings, setback_warning, step_back
+from cdc_plugin.training.refiner import NotFiniteError, Refiner
+from cdc_plugin.training.run_folder import (
     CONFIG,
     HISTORY,
     LOG,
@@ -51,13 +55,9 @@ from cdc_plugin.results import (
     stored_config,
     write_state,
 )
-from cdc_plugin.run_state import Run, old_record, provenance, state_of
-from cdc_plugin.runtime import choose_device, generator, write_atomically
-from cdc_plugin.signals import Terminated, noticing_termination
-from cdc_plugin.tables import prediction_table, write_table
-from cdc_plugin.trackers import Tracking, make_trackers, open_all
-from cdc_plugin.tracking import TrainingProgress, log, log_to, progress, write_history
-from cdc_plugin.world import ALONE, World, joined, restarted, settled
+from cdc_plugin.training.run_state import Run, old_record, provenance, state_of
+from cdc_plugin.training.signals import Terminated, noticing_termination
+from cdc_plugin.training.trackers import Tracking, make_trackers, open_all
 
 
 def refine(

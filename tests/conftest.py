@@ -50,7 +50,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state dict with torchvision's names of a ResNet with 8 features; random weights."""
-    from cdc_plugin.checkpoints.architectures import build
+    from cdc_plugin.models.architectures import build
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -63,8 +63,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_backbone(tiny_checkpoint: Path):
     """The same network as a `Backbone` that can be built again from its spec."""
-    from cdc_plugin.checkpoints.architectures import build
-    from cdc_plugin.model import Backbone
+    from cdc_plugin.models.architectures import build
+    from cdc_plugin.models.backbone import Backbone
 
     network, feature_dim = build(TINY_SPEC)
     network.load_state_dict(torch.load(tiny_checkpoint, weights_only=True))
@@ -74,8 +74,8 @@ def tiny_backbone(tiny_checkpoint: Path):
 @pytest.fixture
 def tiny_clusterer(tiny_backbone):
     """The same network with two different heads of 5 clusters, in evaluation mode."""
-    from cdc_plugin.clusterer import Clusterer
-    from cdc_plugin.heads import ClusterHead
+    from cdc_plugin.models.clusterer import Clusterer
+    from cdc_plugin.models.heads import ClusterHead
 
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -88,7 +88,7 @@ def tiny_clusterer(tiny_backbone):
 @pytest.fixture(scope="session")
 def scan_checkpoint(tmp_path_factory: pytest.TempPathFactory, digits) -> Path:
     """What the second stage of SCAN saves, of a small network: two heads that sort digits into 4 clusters by chance."""
-    from cdc_plugin.checkpoints.architectures import build
+    from cdc_plugin.models.architectures import build
 
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,33 +1,32 @@
 """From a checkpoint of any known format to a backbone; importing this package registers the formats."""
 
-from cdc_plugin.checkpoints import (  # noqa: F401  (they register themselves)
-    cdc_released,
-    clustering_nets,
+from cdc_plugin.checkpoints.formats import (  # noqa: F401  (they register themselves)
+    cdc,
     contrastive,
-    lightly_nets,
+    lightly,
     lightly_train,
     native,
-    refusals,
     scan,
     secu,
     solo_learn,
     spice,
-    timm_nets,
-    torchvision_nets,
+    timm,
+    torchvision,
+    unsupported,
 )
-from cdc_plugin.checkpoints.formats import (
+from cdc_plugin.checkpoints.formats.native import read_native
+from cdc_plugin.checkpoints.infer.batchnorm import Settlement, batchnorm_mismatch, settle
+from cdc_plugin.checkpoints.load import (
     CheckpointFormat,
     Loaded,
     Origin,
     Wanted,
     find_format,
-    formats,
     load_backbone,
     load_checkpoint,
 )
-from cdc_plugin.checkpoints.native import read_native
-from cdc_plugin.checkpoints.probe import Settlement, batchnorm_mismatch, settle
-from cdc_plugin.checkpoints.reader import Checkpoint, read_checkpoint
+from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
+from cdc_plugin.models.networks import fixmatch_wrn  # noqa: F401  (it registers its family)
 
 __all__ = [
     "Checkpoint",
@@ -38,7 +37,6 @@ __all__ = [
     "Wanted",
     "batchnorm_mismatch",
     "find_format",
-    "formats",
     "load_backbone",
     "load_checkpoint",
     "read_checkpoint",

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from cdc_plugin.comparison.cell import Cell, cell_of, read_record, run_cell, slug
+from cdc_plugin.comparison.datasets import Opened, SetOfImages, open_set
 from cdc_plugin.comparison.methods import Method, find_method
-from cdc_plugin.comparison.sets import Opened, SetOfImages, open_set
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
-from cdc_plugin.tracking import log
+from cdc_plugin.training.progress import log
 
 SHARED = "shared"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cdc_plugin.report.figure_tables import HIGHER, LOWER
-from cdc_plugin.report.grid_rows import (
+from cdc_plugin.metrics.over_seeds import (
     Row,
     better,
     by_set,
@@ -17,6 +16,7 @@ from cdc_plugin.report.grid_rows import (
     row_names,
     seeds_words,
 )
+from cdc_plugin.report.tables import HIGHER, LOWER
 from cdc_plugin.report.words import writable
 
 MAIN = ("ACC", "ARI", "ECE")  # what the paper's main table has of every set

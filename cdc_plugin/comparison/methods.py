@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from cdc_plugin.config import load_config
+from cdc_plugin.config.schema import load_config
 from cdc_plugin.core.calibration import check_calibration
-from cdc_plugin.core.moderate import check_selection
+from cdc_plugin.core.selection.addons import check_selection
 from cdc_plugin.errors import UserError
 
 OURS, SELECTION, CALIBRATION, PARTS = "CDC", "selection", "calibration", "initialisation and heads"

@@ -13,19 +13,19 @@ from typing import Any
 from torch import nn
 
 from cdc_plugin.comparison.cell import Cell, read_record
-from cdc_plugin.comparison.formats import records_csv, to_csv, to_markdown
+from cdc_plugin.comparison.datasets import SetOfImages
+from cdc_plugin.comparison.export import records_csv, to_csv, to_markdown
 from cdc_plugin.comparison.grid import Grid, run_grid, with_first_stages
 from cdc_plugin.comparison.latex import to_latex
 from cdc_plugin.comparison.methods import Method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds
-from cdc_plugin.comparison.sets import SetOfImages
 from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import verdict
 from cdc_plugin.errors import UserError
 from cdc_plugin.report.grid_page import write_grid
-from cdc_plugin.results import COMPARISON, LOG, PAGE, REPORT, comparison_folder
-from cdc_plugin.runtime import choose_device, write_atomically
-from cdc_plugin.tracking import CellProgress, log, log_to
+from cdc_plugin.training.device import choose_device, write_atomically
+from cdc_plugin.training.progress import CellProgress, log, log_to
+from cdc_plugin.training.run_folder import COMPARISON, LOG, PAGE, REPORT, comparison_folder
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.report.grid_rows import EMPTY, LARGEST, SECONDS, SELECTED, WITH_LABELS, WITHOUT_LABELS, Row, Value
+from cdc_plugin.metrics.over_seeds import EMPTY, LARGEST, SECONDS, SELECTED, WITH_LABELS, WITHOUT_LABELS, Row, Value
 from cdc_plugin.report.words import known
 
 __all__ = ["Row", "Value", "collect", "outside_names", "row_figures", "summarise"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cdc_plugin.comparison.table import Row, Value
-from cdc_plugin.report.grid_rows import by_set, deviation_words, mean_words, row_names, seeds_words
+from cdc_plugin.metrics.over_seeds import by_set, deviation_words, mean_words, row_names, seeds_words
 
 CALIBRATED = "CDC-Cal"  # the row of CDC's calibration head
 CLOSE = 0.01  # accuracies within one point are called equal when calibration is compared

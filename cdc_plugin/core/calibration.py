@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cdc_plugin.core.losses import soft_target_loss
+from cdc_plugin.core.registry import Registry
 from cdc_plugin.errors import UserError
-from cdc_plugin.registry import Registry
 
 
 @dataclass(frozen=True)

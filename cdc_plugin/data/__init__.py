@@ -1,8 +1,8 @@
 """Images from any source as one square uint8 array, data sets by name, and the three views of a sample."""
 
 from cdc_plugin.data.images import ImageSet, native_size, open_images, storage_size
-from cdc_plugin.data.named import NamedDataset, data_root, datasets
-from cdc_plugin.data.source import ImageSource, UnreadableImageError
+from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError
+from cdc_plugin.data.sources.named import NamedDataset, data_root, datasets
 from cdc_plugin.data.views import (
     OPERATIONS,
     Share,

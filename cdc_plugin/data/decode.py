@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from cdc_plugin.data.source import UnreadableImageError
+from cdc_plugin.data.sources.base import UnreadableImageError
 
 AT_ONCE = 1 << 24  # bytes; smaller files are read in one go, since threads wait for each other at every read
 ORIENTATION = 0x0112  # the EXIF tag

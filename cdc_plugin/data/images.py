@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdc_plugin.data.describe import describe_source, native_size
-from cdc_plugin.data.objects import UNLABELLED
 from cdc_plugin.data.reading import CHUNK, Progress, Skipped, read_squares
 from cdc_plugin.data.resize import SMALL_SIDE, Pixels, storage_size
 from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.data.source import ImageSource, digest_of, digest_of_array
+from cdc_plugin.data.sources.base import ImageSource, digest_of, digest_of_array
+from cdc_plugin.data.sources.describe import describe_source, native_size
+from cdc_plugin.data.sources.objects import UNLABELLED
 from cdc_plugin.data.store import read_once
 from cdc_plugin.errors import UserError
 
@@ -133,7 +133,7 @@ def open_images(
         input_size: side that the network takes. None keeps square images of one size up to 96 pixels as they
             are and takes 224 otherwise.
         labels: False drops labels that the source has.
-        root: folder that named data sets are looked for in; see ``cdc_plugin.data.named``.
+        root: folder that named data sets are looked for in; see ``cdc_plugin.data.sources.named``.
         cache: folder for images that take more than 64 MB; None is the cache that all runs share
             (``cdc_plugin.data.cache``), and memory where there is none.
         progress: wraps an iterable, given its length and a description, to show how far it is.

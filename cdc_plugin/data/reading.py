@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from cdc_plugin.data.resize import Pixels, square_from_pil, squares_from_array
-from cdc_plugin.data.source import ImageSource, UnreadableImageError
+from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError
 from cdc_plugin.errors import UserError
 
 CHUNK = 256  # images resized at once when they come as an array

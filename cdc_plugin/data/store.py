@@ -22,7 +22,7 @@ from cdc_plugin.data.cache import cache_folder, made_once, make_room, scratch_fo
 from cdc_plugin.data.reading import Progress, Skipped, read_squares
 from cdc_plugin.data.resize import Pixels
 from cdc_plugin.data.row_file import RowFile, RowWriter, clear_error, in_words, open_whole
-from cdc_plugin.data.source import ImageSource, UnreadableImageError
+from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError
 from cdc_plugin.errors import UserError
 
 AT_ONCE = 1 << 20  # bytes that are written at once

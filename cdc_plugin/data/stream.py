@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdc_plugin.data.arrays import as_pixels
 from cdc_plugin.data.images import CHUNK, Skipped, describe_source, read_squares
-from cdc_plugin.data.named import datasets
 from cdc_plugin.data.resize import Pixels, squares_from_array
-from cdc_plugin.data.rows import ArrayRows, in_blocks, rows_in_memory, rows_of_file
-from cdc_plugin.data.source import ImageSource
+from cdc_plugin.data.sources.arrays import as_pixels
+from cdc_plugin.data.sources.base import ImageSource
+from cdc_plugin.data.sources.named import datasets
+from cdc_plugin.data.sources.rows import ArrayRows, in_blocks, rows_in_memory, rows_of_file
 from cdc_plugin.errors import UserError
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.checkpoints.formats import load_backbone
-from cdc_plugin.checkpoints.probe import NORMALISATIONS
-from cdc_plugin.config import load_config
+from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
+from cdc_plugin.checkpoints.load import load_backbone
+from cdc_plugin.config.schema import load_config
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation import Report
-from cdc_plugin.model import Backbone
+from cdc_plugin.evaluation.report_record import Report
+from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.pipeline import refine
-from cdc_plugin.tracking import log
+from cdc_plugin.training.progress import log
 
 LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -1,15 +1,6 @@
 """Pure numbers about predictions; the only layer that may see ground truth."""
 
-from cdc_plugin.metrics.clustering import (
-    accuracy,
-    adjusted_rand_index,
-    contingency,
-    correct_samples,
-    match_clusters,
-    normalized_mutual_information,
-    true_columns,
-)
-from cdc_plugin.metrics.confidence import (
+from cdc_plugin.metrics.calibration import (
     adaptive_calibration_error,
     brier_score,
     class_wise_calibration_error,
@@ -19,7 +10,16 @@ from cdc_plugin.metrics.confidence import (
     negative_log_likelihood,
     reliability_table,
 )
-from cdc_plugin.metrics.outliers import outlier_aupr, outlier_auroc, outlier_fpr95
+from cdc_plugin.metrics.clustering import (
+    accuracy,
+    adjusted_rand_index,
+    contingency,
+    correct_samples,
+    match_clusters,
+    normalized_mutual_information,
+    true_columns,
+)
+from cdc_plugin.metrics.ood import outlier_aupr, outlier_auroc, outlier_fpr95
 from cdc_plugin.metrics.rejection import (
     RiskCoverage,
     area_under_risk_coverage,
@@ -27,7 +27,7 @@ from cdc_plugin.metrics.rejection import (
     failure_fpr95,
     risk_coverage_curve,
 )
-from cdc_plugin.metrics.scores import summary, summary_hard, summary_outliers, summary_unlabelled
+from cdc_plugin.metrics.summary import summary, summary_hard, summary_outliers, summary_unlabelled
 
 __all__ = [
     "RiskCoverage",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.metrics.checks import Integers, probability_table
+from cdc_plugin.metrics.validation import Integers, probability_table
 
 
 def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.metrics.checks import Floats, Integers
+from cdc_plugin.metrics.validation import Floats, Integers
 
 
 class Thresholds(NamedTuple):

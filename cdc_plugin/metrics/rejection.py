@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cdc_plugin.metrics.checks import Floats, at_least, confidences, right_or_wrong
 from cdc_plugin.metrics.ranking import Thresholds, area_under_roc, false_positive_rate, thresholds
+from cdc_plugin.metrics.validation import Floats, at_least, confidences, right_or_wrong
 
 
 class RiskCoverage(NamedTuple):

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from cdc_plugin.report.charts import reliability_diagram, right_wrong_histogram
-from cdc_plugin.report.grid_charts import bar_panel, close_band, dot_panel
-from cdc_plugin.report.grid_rows import (
+from cdc_plugin.metrics.over_seeds import (
     OURS,
     SECONDS,
     Row,
@@ -28,7 +26,9 @@ from cdc_plugin.report.grid_rows import (
     row_names,
     seeds_words,
 )
-from cdc_plugin.report.page import MOST_SETTINGS, Drawing, _diagram_caption, _render, _write
+from cdc_plugin.report.charts.confidence import reliability_diagram, right_wrong_histogram
+from cdc_plugin.report.charts.grid import bar_panel, close_band, dot_panel
+from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, _diagram_caption, _render, _write
 from cdc_plugin.report.words import DASH, SPACE, count, known, shorten
 
 PANELS = (

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.report.findings import ComparedModel, Findings
+from cdc_plugin.evaluation.models import RunRecord, Subject
 from cdc_plugin.report.of_run import CALIBRATION, CLUSTERING, KMEANS, diagrams_of_run, rows_of_run
-from cdc_plugin.subjects import RunRecord, Subject
+from cdc_plugin.report.page_data import ComparedModel, Findings
 
 # Keys of the figures in report.json; "model" is the one head of an old clustering model.
 TITLES = {

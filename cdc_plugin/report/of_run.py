@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.config import RefineConfig, to_yaml
+from cdc_plugin.config.demo import BACKBONE
+from cdc_plugin.config.schema import RefineConfig, to_yaml
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.demo import BACKBONE
-from cdc_plugin.report.findings import Findings
-from cdc_plugin.results import CONFIG
+from cdc_plugin.report.page_data import Findings
+from cdc_plugin.training.run_folder import CONFIG
 
 KMEANS, CLUSTERING, CALIBRATION = "k-means on the features", "clustering head", "calibration head"
 

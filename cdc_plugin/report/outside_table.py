@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cdc_plugin.report.figure_tables import HIGHER, LOWER, Cell, Measure, marked
+from cdc_plugin.report.tables import HIGHER, LOWER, Cell, Measure, marked
 
 SCORES = [Measure("AUROC", "", HIGHER, ""), Measure("FPR95", "", LOWER, ""), Measure("AUPR", "", HIGHER, "")]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.selective import accept_to_target
+from cdc_plugin.metrics.selective import accept_to_target
 
 DASH = "–"
 SPACE = "\u00a0"  # no line break between a number and its unit

@@ -20,11 +20,14 @@ from material import digits_file, resnet18
 from measure import Found, Limit, Setting, Stopwatch, replaced, timed
 from torch import Tensor, nn
 
-from cdc_plugin import batches, engine, heads, pipeline
+from cdc_plugin import pipeline
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.engine import Refiner
-from cdc_plugin.inputs import configure
-from cdc_plugin.model import Backbone
+from cdc_plugin.models import heads
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training import batches
+from cdc_plugin.training import refiner as engine
+from cdc_plugin.training.inputs import configure
+from cdc_plugin.training.refiner import Refiner
 
 EPOCH, NO_GRADIENT, FORWARD, BACKWARD, HEADS = "rest", "forwards without gradient", "forward", "backward", "heads"
 BACKBONE = (NO_GRADIENT, FORWARD, BACKWARD)

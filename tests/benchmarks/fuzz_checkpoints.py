@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdc_plugin.checkpoints import load_checkpoint, read_checkpoint
-from cdc_plugin.checkpoints.reader import find_state_dict
+from cdc_plugin.checkpoints.read import find_state_dict
 from cdc_plugin.errors import UserError
 
 Damage = Callable[[Path, random.Random], None]

@@ -58,15 +58,15 @@ def _peak(images: Path, folder: Path, words: tuple[str, ...]) -> int:
 
 
 def _child(images: str, out: str, words: list[str]) -> None:
-    from cdc_plugin.process import set_up_process
+    from cdc_plugin.cli.process import set_up_process
 
     set_up_process()  # as the commands do
     import torch
     from torch import nn
 
     from cdc_plugin import pipeline
-    from cdc_plugin.inputs import configure
-    from cdc_plugin.model import Backbone
+    from cdc_plugin.models.backbone import Backbone
+    from cdc_plugin.training.inputs import configure
 
     torch.set_num_threads(1)
     layers = (nn.Conv2d(3, 16, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -10,8 +10,8 @@ import sys
 
 import timm
 
-from cdc_plugin.checkpoints.architectures import skeleton
-from cdc_plugin.checkpoints.timm_index import TABLE, make_table
+from cdc_plugin.checkpoints.formats.timm.index import TABLE, make_table
+from cdc_plugin.models.architectures import skeleton
 
 
 def main() -> None:

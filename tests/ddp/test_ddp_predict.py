@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdc_plugin.prediction import predict_images
+from cdc_plugin.evaluation.predict import predict_images
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # ``-m cdc_plugin predict ...`` with small parts; where told so, the second process dies instead of keeping its second.
 DRIVER = """
 import os, signal, sys
-from cdc_plugin import part_files, prediction_parts
+from cdc_plugin.evaluation import part_files
+from cdc_plugin.evaluation import predict_resume as prediction_parts
 from cdc_plugin.__main__ import choose
 
 prediction_parts.PART = 16

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launching import Watch, torchrun
 from safetensors.torch import load_file
 
-from cdc_plugin.engine import Judgement, Refiner
-from cdc_plugin.inputs import configure
 from cdc_plugin.pipeline import run
+from cdc_plugin.training.inputs import configure
+from cdc_plugin.training.refiner import Judgement, Refiner
+from tests.helpers.torchrun import Watch, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.csv", "report.json"}
 FILES |= {"report.html", "model.safetensors", "model.json"}
 TABLE = "in %, before -> after"  # what a run prints in the end begins with this
@@ -34,7 +33,7 @@ import json, os, signal, sys
 import torch
 import torch.distributed as dist
 from cdc_plugin.__main__ import choose
-from cdc_plugin.engine import Refiner
+from cdc_plugin.training.refiner import Refiner
 
 out, runs = sys.argv[1], json.loads(sys.argv[2])
 rank, judge, masks, codes = os.environ["RANK"], Refiner.judge, [], {}

@@ -7,19 +7,18 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from cdc_plugin.cli import refine_parser
-from cdc_plugin.cli_compare import compare_parser
-from cdc_plugin.cli_evaluate import evaluate_parser
-from cdc_plugin.cli_export import export_parser
-from cdc_plugin.cli_inspect import inspect_parser
-from cdc_plugin.cli_predict import predict_parser
-from cdc_plugin.cli_pretrain import pretrain_parser
+from cdc_plugin.cli.compare import compare_parser
+from cdc_plugin.cli.evaluate import evaluate_parser
+from cdc_plugin.cli.export import export_parser
+from cdc_plugin.cli.inspect import inspect_parser
+from cdc_plugin.cli.predict import predict_parser
+from cdc_plugin.cli.pretrain import pretrain_parser
+from cdc_plugin.cli.refine import refine_parser
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Every other part between fences is code; its first line is the language, or empty for commands.
 BLOCKS = [part.partition("\n") for part in README.split("```")[1::2]]

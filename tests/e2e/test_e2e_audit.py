@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints.formats import load_backbone
-from cdc_plugin.clusterer import Clusterer
-from cdc_plugin.heads import ClusterHead
+from cdc_plugin.checkpoints.load import load_backbone
+from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.models.heads import ClusterHead
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-PREDICT = [sys.executable, "-c", "from cdc_plugin.cli_predict import predict_command; predict_command()"]
+PREDICT = [sys.executable, "-c", "from cdc_plugin.cli.predict import predict_command; predict_command()"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRAWN = 12
 

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints.architectures import build
+from cdc_plugin.models.architectures import build
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STEM = {"kernel": 3, "stride": 1, "padding": 1, "pool": False}
 RESNET18 = {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [8] * 4, "stem": STEM}
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--epochs", "1"]
 PROGRAMS = {
-    "refine": "from cdc_plugin.cli import refine_command as main",
-    "predict": "from cdc_plugin.cli_predict import predict_command as main",
-    "inspect": "from cdc_plugin.cli_inspect import inspect_command as main",
-    "export": "from cdc_plugin.cli_export import export_command as main",
+    "refine": "from cdc_plugin.cli.refine import refine_command as main",
+    "predict": "from cdc_plugin.cli.predict import predict_command as main",
+    "inspect": "from cdc_plugin.cli.inspect import inspect_command as main",
+    "export": "from cdc_plugin.cli.export import export_command as main",
 }
 
 
@@ -125,7 +125,7 @@ def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_
         "    keep(path, history)\n"
         "    if len(history) == 1: os._exit(9)\n"
         "p.write_history = stop\n"
-        "from cdc_plugin.cli import refine_command; refine_command()"
+        "from cdc_plugin.cli.refine import refine_command; refine_command()"
     )
     killed = [sys.executable, "-c", code, *map(str, words), "2", "--out", str(tmp_path / "parts")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
+
 FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.csv", "report.json"}
 FILES |= {"report.html", "model.safetensors", "model.json"}
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu"]
 REFINE = [sys.executable, "-m", "cdc_plugin"]
-PREDICT = [sys.executable, "-c", "from cdc_plugin.cli_predict import predict_command; predict_command()"]
+PREDICT = [sys.executable, "-c", "from cdc_plugin.cli.predict import predict_command; predict_command()"]
 
 
 def environment() -> dict[str, str]:

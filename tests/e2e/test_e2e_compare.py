@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-COMPARE = "from cdc_plugin.cli_compare import compare_command; compare_command()"
+from tests.helpers import ROOT
+
+COMPARE = "from cdc_plugin.cli.compare import compare_command; compare_command()"
 SMALL = ["hidden=16", "batch_size=60", "sub_batch_size=30", "--device", "cpu"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
+
 FILES = {"report.html", "report.json", "predictions.csv"}
-EVALUATE = "from cdc_plugin.cli_evaluate import evaluate_command; evaluate_command()"
+EVALUATE = "from cdc_plugin.cli.evaluate import evaluate_command; evaluate_command()"
 
 
 def run(program: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -91,7 +92,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(scan_checkpoint, tiny_c
     # All in one process: importing torch anew for each takes longer than the checks.
     program = """
 import json, sys
-from cdc_plugin.cli_evaluate import evaluate_command
+from cdc_plugin.cli.evaluate import evaluate_command
 for words in json.loads(sys.argv[1]):
     try:
         evaluate_command([*words, "--quiet", "--device", "cpu"])

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from exported_models import (
+from safetensors.torch import load_file
+from torch import nn
+from torchvision import models
+
+from cdc_plugin.checkpoints import load_backbone, load_checkpoint
+from cdc_plugin.cli.export import TARGETS, export_command
+from cdc_plugin.errors import UserError
+from cdc_plugin.integrations import export as exports
+from cdc_plugin.integrations.export import export_model
+from cdc_plugin.integrations.export.torchvision import loading_code
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import load_model
+from tests.helpers import ROOT
+from tests.helpers.exported_models import (
     IMAGES,
     MEAN,
     RESNET18,
@@ -23,20 +36,6 @@ from exported_models import (
     clusterer,
     result_folder,
 )
-from safetensors.torch import load_file
-from torch import nn
-from torchvision import models
-
-from cdc_plugin import exports
-from cdc_plugin.checkpoints import load_backbone, load_checkpoint
-from cdc_plugin.cli_export import TARGETS, export_command
-from cdc_plugin.clusterer import load_model
-from cdc_plugin.errors import UserError
-from cdc_plugin.exports import export_model
-from cdc_plugin.exports.torchvision_state import loading_code
-from cdc_plugin.model import Backbone
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @torch.no_grad()
@@ -337,7 +336,7 @@ def test_refusals_of_the_command_are_one_line(tiny_resnet, tmp_path, capsys):
 
 def test_help_answers_without_torch_and_names_every_target():
     code = (
-        "import sys; from cdc_plugin import cli_export; print(cli_export.export_parser().format_help());"
+        "import sys; from cdc_plugin.cli import export as cli_export; print(cli_export.export_parser().format_help());"
         "assert not {'torch', 'numpy', 'omegaconf', 'timm'} & set(sys.modules), sorted(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

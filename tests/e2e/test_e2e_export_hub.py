@@ -4,23 +4,22 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from exported_models import MEAN, STD, TINY_RESNET, OwnNetwork, clusterer, result_folder
 
-from cdc_plugin.cli import refine_command
-from cdc_plugin.clusterer import load_model
-from cdc_plugin.core.outliers import fit_prototypes
+from cdc_plugin.cli.refine import refine_command
+from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.errors import UserError
-from cdc_plugin.exports import export_model
-from cdc_plugin.hub import CalibratedClusterer
-from cdc_plugin.model import Backbone
+from cdc_plugin.integrations.export import export_model
+from cdc_plugin.integrations.hub.model import CalibratedClusterer
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import load_model
+from tests.helpers import ROOT
+from tests.helpers.exported_models import MEAN, STD, TINY_RESNET, OwnNetwork, clusterer, result_folder
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = ["README.md", "config.json", "model.safetensors"]
-EXPORT = "from cdc_plugin.cli_export import export_command; export_command()"
+EXPORT = "from cdc_plugin.cli.export import export_command; export_command()"
 # Fails on any attempt to reach another machine.
 OFFLINE = """
 import socket

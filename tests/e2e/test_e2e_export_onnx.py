@@ -5,13 +5,14 @@ import sys
 
 import pytest
 import torch
-from exported_models import MEAN, STD, TEST_VIT, TINY_RESNET, OwnNetwork, mlp_head, result_folder
 
-from cdc_plugin.clusterer import load_model
 from cdc_plugin.errors import UserError
-from cdc_plugin.exports import export_model, onnx_graph
-from cdc_plugin.heads import CosineHead, LayeredHead
-from cdc_plugin.model import Backbone
+from cdc_plugin.integrations.export import export_model
+from cdc_plugin.integrations.export import onnx as onnx_graph
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import load_model
+from cdc_plugin.models.heads import CosineHead, LayeredHead
+from tests.helpers.exported_models import MEAN, STD, TEST_VIT, TINY_RESNET, OwnNetwork, mlp_head, result_folder
 
 # One block of each kind: translating a network takes a second a block.
 VIT = {**TEST_VIT, "kwargs": {**TEST_VIT["kwargs"], "depth": 1}}

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.checkpoints.solo_args import run_defaults
-from cdc_plugin.config import load_config, recipe_folder, recipe_names, to_yaml
+from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
+from cdc_plugin.config.schema import load_config, recipe_folder, recipe_names, to_yaml
+from tests.helpers import ROOT
 
 SOLO_YAML = """
 defaults:
@@ -124,7 +125,7 @@ def test_a_finished_job_starts_the_stage_on_its_run_folder_and_survives_its_fail
     done = subprocess.run(
         [sys.executable, "app.py", "--config-name", "solo", where, "+cdc=digits", "hydra/callbacks=cdc_refine", more],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

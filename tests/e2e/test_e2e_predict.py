@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PREDICT = "from cdc_plugin.cli_predict import predict_command; predict_command()"
+from tests.helpers import ROOT
+
+PREDICT = "from cdc_plugin.cli.predict import predict_command; predict_command()"
 # What is printed at the end is the process's own peak in kB.
 PEAK = f"import resource; {PREDICT}; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 
@@ -38,10 +39,10 @@ def model(tmp_path_factory) -> Path:
     """A result folder: a small network for 96 pixels with random weights."""
     import torch
 
-    from cdc_plugin.checkpoints.architectures import build
-    from cdc_plugin.clusterer import Clusterer
-    from cdc_plugin.heads import ClusterHead
-    from cdc_plugin.model import Backbone
+    from cdc_plugin.models.architectures import build
+    from cdc_plugin.models.backbone import Backbone
+    from cdc_plugin.models.clusterer import Clusterer
+    from cdc_plugin.models.heads import ClusterHead
 
     stem = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
     spec = {"family": "resnet", "block": "basic", "depths": [1, 1, 1, 1], "widths": [8, 8, 8, 8], "stem": stem}

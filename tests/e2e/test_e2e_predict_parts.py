@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
+
 # The command with small parts; the process ends itself at the moment that the first word names.
 DRIVER = """
 import os, signal, sys
 import numpy as np
-from cdc_plugin import part_files, prediction_parts, tables
-from cdc_plugin.cli_predict import predict_command
+from cdc_plugin.evaluation import part_files
+from cdc_plugin.evaluation import predict_resume as prediction_parts
+from cdc_plugin.evaluation import prediction_table as tables
+from cdc_plugin.cli.predict import predict_command
 
 prediction_parts.PART = 16
 moment, count = sys.argv[1], int(sys.argv[2])

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PRETRAIN = [sys.executable, "-c", "from cdc_plugin.cli_pretrain import pretrain_command; pretrain_command()"]
+from tests.helpers import ROOT
+
+PRETRAIN = [sys.executable, "-c", "from cdc_plugin.cli.pretrain import pretrain_command; pretrain_command()"]
 REFINE = [sys.executable, "-m", "cdc_plugin"]
 QUICK = ["batch_size=32", "hidden=16", "projection=8", "input_size=16", "--device", "cpu"]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation import measure_head
-from cdc_plugin.report.findings import ComparedModel, Findings
-from cdc_plugin.report.page import write_comparison, write_page
-from cdc_plugin.tables import prediction_table, with_column
+from cdc_plugin.evaluation.prediction_table import prediction_table, with_column
+from cdc_plugin.evaluation.report_record import measure_head
+from cdc_plugin.report.page_data import ComparedModel, Findings
+from cdc_plugin.report.run_page import write_comparison, write_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

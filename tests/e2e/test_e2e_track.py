@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.cli import refine_command
+from cdc_plugin.cli.refine import refine_command
 
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--quiet"]
 PAST = {"before/calibration_head/CONF", "after/calibration_head/CONF", "label_free/expected_accuracy", "images"}

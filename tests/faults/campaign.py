@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from fault_runs import QUICK, Ended, Fault, Started, assert_same_results, epochs_in, refine  # noqa: E402
+from tests.helpers.fault_runs import QUICK, Ended, Fault, Started, assert_same_results, epochs_in, refine  # noqa: E402
 
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1}
 DISK = ("torch:save", "os:fsync", "os:replace", "tempfile:mkstemp")
@@ -44,8 +44,8 @@ def prepare(folder: Path) -> tuple[list[str], Path, float]:
     """Words of a run, its undisturbed folder, and how many seconds it takes."""
     import torch
 
-    from cdc_plugin.checkpoints.architectures import build
     from cdc_plugin.data.images import open_images
+    from cdc_plugin.models.architectures import build
 
     found = open_images("digits", 32)
     np.savez(folder / "digits.npz", x=np.asarray(found.images[:200]), y=found.labels[:200])

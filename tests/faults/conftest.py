@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_runs import QUICK, assert_same_results, refine, resume
+
+from tests.helpers.fault_runs import QUICK, assert_same_results, refine, resume
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_runs import EPOCHS, QUICK, Fault, assert_refused, epochs_in, names_in, refine
+
+from tests.helpers.fault_runs import EPOCHS, QUICK, Fault, assert_refused, epochs_in, names_in, refine
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_a_disk_that_is_really_full_is_told_and_made_room_on(case, small_disk):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_became_read_only_is_told(case, tmp_path):
     out = tmp_path / "out"
-    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
     out.chmod(0o500)
     try:
         assert_refused(refine("--resume", "--out", out), "cannot write to .*Permission denied")
@@ -90,7 +91,7 @@ def test_data_that_vanished_are_named_when_the_run_is_to_go_on(case, tmp_path):
     given = case.words[3]
     shutil.copy(given, data)
     words = [str(data) if word == given else word for word in case.words]
-    refine(*words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+    refine(*words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
     data.rename(tmp_path / "elsewhere.npz")
     before = (out / "last.pt").read_bytes()
     line = assert_refused(refine("--resume", "--out", out))
@@ -106,7 +107,7 @@ def test_other_images_under_the_same_name_are_not_trained_on(case, tmp_path):
     with np.load(case.words[3]) as arrays:
         np.savez(data, x=arrays["x"])
         words = [str(data) if word == case.words[3] else word for word in case.words]
-        refine(*words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+        refine(*words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
         np.savez(data, x=arrays["x"][::-1])
     assert_refused(refine("--resume", "--out", out), "not those")
 

@@ -7,17 +7,18 @@ import shutil
 import signal
 
 import pytest
-from fault_runs import Fault, assert_refused, epochs_in, names_in, refine, refine_until
+
+from tests.helpers.fault_runs import Fault, assert_refused, epochs_in, names_in, refine, refine_until
 
 # In the order of a run, so that one folder can pass through all of them; each is the fault of another start.
 POINTS = [
-    Fault("cdc_plugin.preparation:initialise"),
+    Fault("cdc_plugin.training.prepare:initialise"),
     Fault("os:replace", matching="config.yaml"),
     Fault("os:replace", matching="config.yaml", after=True),
     Fault("torch:save", "half-kill"),
     Fault("os:fsync", call=2),
     Fault("os:replace", matching="last.pt", after=True),
-    Fault("cdc_plugin.engine:Refiner.train_batch", call=2),
+    Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=2),
     Fault("torch:save", "half-kill", call=1),
     Fault("os:replace", matching="last.pt"),
     Fault("os:replace", matching="last.pt", after=True),
@@ -85,7 +86,7 @@ def test_a_file_that_another_program_has_cut_is_refused_in_one_line(case, tmp_pa
 
 def test_an_unfinished_run_is_not_taken_for_a_backbone(case, tmp_path):
     out = tmp_path / "out"
-    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.engine:Refiner.train_batch", call=5))
+    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
     words = [out if word == case.words[1] else word for word in case.words]
     assert_refused(refine(*words, "--out", tmp_path / "next"), "not finished|unfinished", "--resume")
 

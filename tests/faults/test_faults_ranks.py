@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from fault_runs import BATCHES, EPOCHS, Fault, assert_same_results, epochs_in
-from launching import Watch, torchrun
+
+from tests.helpers import ROOT
+from tests.helpers.fault_runs import BATCHES, EPOCHS, Fault, assert_same_results, epochs_in
+from tests.helpers.torchrun import Watch, torchrun
 
 pytestmark = pytest.mark.slow
-DRIVER = Path(__file__).parent / "fault_driver.py"
+DRIVER = ROOT / "tests" / "helpers" / "fault_driver.py"
 
 
 def two(
@@ -35,7 +37,10 @@ def whole(case, tmp_path_factory) -> Path:
 
 def dying(tmp_path: Path) -> Fault:
     return Fault(
-        "cdc_plugin.engine:Refiner.train_batch", call=BATCHES + 2, rank=1, once=str(tmp_path / "it has happened")
+        "cdc_plugin.training.refiner:Refiner.train_batch",
+        call=BATCHES + 2,
+        rank=1,
+        once=str(tmp_path / "it has happened"),
     )
 
 
@@ -80,7 +85,7 @@ def test_when_torchrun_is_ended_or_killed_nobody_is_left_and_the_run_can_be_resu
 
 def test_a_process_that_dies_while_images_are_read_does_not_stop_the_next_try(case, whole, tmp_path):
     out = tmp_path / "out"
-    fault = Fault("cdc_plugin.preparation:open_data", rank=0, once=str(tmp_path / "it has happened"))
+    fault = Fault("cdc_plugin.training.prepare:open_data", rank=0, once=str(tmp_path / "it has happened"))
     done = two(*case.words, "--out", out, fault=fault, restarts=1)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "it has happened").exists()

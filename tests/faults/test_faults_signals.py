@@ -7,9 +7,10 @@ from __future__ import annotations
 import signal
 
 import pytest
-from fault_runs import BATCHES, EPOCHS, Fault, Started, epochs_in, names_in, refine
 
-BATCH = "cdc_plugin.engine:Refiner.train_batch"
+from tests.helpers.fault_runs import BATCHES, EPOCHS, Fault, Started, epochs_in, names_in, refine
+
+BATCH = "cdc_plugin.training.refiner:Refiner.train_batch"
 SAVED = "go on with --resume"
 
 
@@ -42,7 +43,7 @@ def test_sigterm_at_the_last_batch_of_all_is_obeyed(case, tmp_path):
     case.check(out)
 
 
-@pytest.mark.parametrize("target", ["cdc_plugin.preparation:initialise", "cdc_plugin.pipeline:finish"])
+@pytest.mark.parametrize("target", ["cdc_plugin.training.prepare:initialise", "cdc_plugin.pipeline:finish"])
 def test_sigterm_before_and_after_training_ends_the_run_at_once(case, tmp_path, target):
     out = tmp_path / "out"
     ended = refine(*case.words, "--out", out, fault=Fault(target, "terminate"))

@@ -6,7 +6,8 @@ import json
 import math
 
 import pytest
-from fault_runs import EPOCHS, STEPS, Fault, assert_refused, epochs_in, names_in, refine
+
+from tests.helpers.fault_runs import EPOCHS, STEPS, Fault, assert_refused, epochs_in, names_in, refine
 
 LOSS = "cdc_plugin.core.losses:pseudo_label_loss"
 
@@ -57,7 +58,9 @@ def test_a_run_at_lower_rates_goes_on_at_these_when_it_was_killed(case, tmp_path
 
 
 @pytest.mark.parametrize("action", ["exhaust-gpu", "exhaust-memory"])
-@pytest.mark.parametrize("target", ["cdc_plugin.core.losses:pseudo_label_loss", "cdc_plugin.engine:Refiner.judge"])
+@pytest.mark.parametrize(
+    "target", ["cdc_plugin.core.losses:pseudo_label_loss", "cdc_plugin.training.refiner:Refiner.judge"]
+)
 def test_too_little_memory_is_one_line_that_names_smaller_batches(case, tmp_path, action, target):
     out = tmp_path / "out"
     line = assert_refused(refine(*case.words, "--out", out, fault=Fault(target, action, call=5, times=0)), "memory")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,10 +10,11 @@ import torch.nn.functional as F
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.losses import calibration_loss, negative_entropy, soft_target_loss
 from cdc_plugin.core.prototypes import orthogonalize, prototype_head, standardize_rows
-from cdc_plugin.core.selection import select_confident
+from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets
+from tests.helpers import SHARED
 
-GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
+GOLDEN = SHARED / "golden"
 LR_HEADS, LR_BACKBONE = 1e-4, 5e-5
 PREFIXES = ("backbone.", "cluster_head.0.", "calibration_head.")
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="golden numbers of the released code are not here")
@@ -113,10 +112,10 @@ def test_initialisation_is_more_accurate_than_the_released_one_on_the_same_featu
 
 def test_one_training_call_ends_in_the_same_weights(monkeypatch):
     """The whole of Algorithm 1 on 60 images and 2 sub-batches, given the same mini-clusters."""
-    import cdc_plugin.engine as engine
-    from cdc_plugin.checkpoints.architectures import build
-    from cdc_plugin.config import RefineConfig
-    from cdc_plugin.heads import ClusterHead
+    import cdc_plugin.training.refiner as engine
+    from cdc_plugin.config.schema import RefineConfig
+    from cdc_plugin.models.architectures import build
+    from cdc_plugin.models.heads import ClusterHead
 
     with np.load(GOLDEN / "g_train_step.npz", allow_pickle=False) as archive:
         given = {key: torch.from_numpy(archive[key]) for key in archive.files}

@@ -1,13 +1,12 @@
 """The metrics against numbers that the authors' released code computed on the same predictions."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from cdc_plugin.metrics import match_clusters, summary
+from tests.helpers import SHARED
 
-GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden" / "f_metrics.npz"
+GOLDEN = SHARED / "golden" / "f_metrics.npz"
 CASES = ["good", "overconf", "random", "c20", "c5", "collapsed"]
 
 

@@ -2,19 +2,18 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.checkpoints import Wanted, load_backbone, read_checkpoint, settle
-from cdc_plugin.checkpoints.reader import Checkpoint, strip_prefix
-from cdc_plugin.checkpoints.stem import pool_by_weights
-from cdc_plugin.checkpoints.torchvision_nets import load_torchvision
+from cdc_plugin.checkpoints.formats.torchvision import load_torchvision
+from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
+from cdc_plugin.checkpoints.read import Checkpoint, strip_prefix
 from cdc_plugin.errors import UserError
+from tests.helpers import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 EFFICIENTNET = SHARED / "weights" / "tf_efficientnet_lite0_imagenet_timm.pth"
 

@@ -2,15 +2,14 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.checkpoints import load_checkpoint, settle
+from tests.helpers import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 CASES = {
     "scan-pretext-model": "scan",

@@ -2,7 +2,6 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ from torch import nn
 
 from cdc_plugin.checkpoints import load_backbone, load_checkpoint
 from cdc_plugin.errors import UserError
-from cdc_plugin.exports import export_model, onnx_graph
+from cdc_plugin.integrations.export import export_model
+from cdc_plugin.integrations.export import onnx as onnx_graph
+from tests.helpers import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 SOLO_CASES = [
     ("solo-mocov2plus-r18-cifar", "resnet18", "base"),

@@ -6,15 +6,14 @@ import io
 import random
 import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
 
 from cdc_plugin.checkpoints import load_checkpoint, read_checkpoint
 from cdc_plugin.errors import UserError
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 # Small ones; each pickles what its framework leaves beside the weights.

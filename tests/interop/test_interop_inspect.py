@@ -2,19 +2,18 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.checkpoints import load_checkpoint
-from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.checkpoints.verification import verify
-from cdc_plugin.inspection import inspect
-from cdc_plugin.model import Backbone
+from cdc_plugin.checkpoints.infer.check import verify
+from cdc_plugin.evaluation.inspect import inspect
+from cdc_plugin.models.architectures import build
+from cdc_plugin.models.backbone import Backbone
+from tests.helpers import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cdc_plugin import outputs
+from cdc_plugin.evaluation import writers as outputs
 
 NAMES = ["a.jpg", "sub/a.jpg", 'sub/comma, "quotes" & <angle>\'.png', "sub/100%#?+.png", "日本/写真 Ä.jpg"]
 CLUSTERS = [3, 0, 3, 11, 1]

@@ -2,18 +2,17 @@
 
 import json
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint, settle
-from cdc_plugin.checkpoints.architectures import build
-from cdc_plugin.checkpoints.solo_args import run_defaults
+from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
 from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build
+from tests.helpers import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 CASES = [
     "solo-byol-r18-224",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.config import recipe_folder
+from cdc_plugin.config.schema import recipe_folder
+from tests.helpers import ROOT
 
-PROJECT = Path(__file__).resolve().parents[2]
 # What a machine without GPU, wandb and downloads needs: solo-learn's scripts are made for several GPUs.
 CPU = [
     "data.dataset=custom",
@@ -63,7 +63,7 @@ def folder(tmp_path_factory, digits, write_images):
 
 
 def run(where, *words):
-    paths = os.pathsep.join([str(PROJECT), str(solo_learn())])
+    paths = os.pathsep.join([str(ROOT), str(solo_learn())])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         [sys.executable, *words], cwd=where, env=environment, capture_output=True, text=True, check=False

@@ -19,7 +19,7 @@ import processes  # noqa: E402
 import run  # noqa: E402
 from measure import Found, Limit, Setting, Stopwatch  # noqa: E402
 
-from cdc_plugin.engine import Refiner  # noqa: E402
+from cdc_plugin.training.refiner import Refiner  # noqa: E402
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from cdc_plugin.__main__ import COMMANDS, choose
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
 
 
 @pytest.mark.parametrize("name", COMMANDS)

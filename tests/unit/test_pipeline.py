@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 import cdc_plugin
 from cdc_plugin import Backbone, Report, UserError, load_model, refine
-from cdc_plugin.results import RESULT_FILES
+from cdc_plugin.training.run_folder import RESULT_FILES
 
 QUICK = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "mini_clusters": 12, "device": "cpu"}
 LABEL_FREE = {"expected_accuracy", "heads_agree", "trusted_share", "empty_clusters", "largest_cluster_share"}
@@ -164,7 +164,7 @@ def test_the_same_call_resumes_though_sizes_were_cut_and_numbers_rounded(tmp_pat
 
 
 def test_resume_without_a_run_asks_for_what_a_start_needs(tmp_path):
-    from cdc_plugin.config import load_config
+    from cdc_plugin.config.schema import load_config
     from cdc_plugin.pipeline import run
 
     with pytest.raises(UserError, match="missing --backbone, --data"):

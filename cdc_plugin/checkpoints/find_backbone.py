@@ -1,0 +1,163 @@
+"""Finding the backbone inside a larger model's weights, and telling a network from its moving average."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdc_plugin.checkpoints.formats.resnet_keys import torchvision_names
+from cdc_plugin.checkpoints.formats.timm.index import names_like
+from cdc_plugin.checkpoints.formats.torchvision import CANDIDATES, is_resnet
+from cdc_plugin.checkpoints.load import Wanted
+from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, strip_prefix
+from cdc_plugin.errors import UserError
+
+# Parts of a path that wrappers add and that say nothing: data-parallel, compiled, sharded.
+WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# What stands beside a backbone under no prefix of its own, and serves the pretraining only.
+COMPANIONS = re.compile(
+    r"(projection_head|prediction_head|projector|predictor|prototypes|decoder\w*|mask_token|queue|queue_ptr"
+    r"|contrastive_head|criterion)(\.|$)"
+)
+AVERAGE_WORDS, STUDENT_WORDS = "momentum|teacher|target|ema|key|k|m", "student|online|query|anchor|q"
+MOMENTUM = re.compile(rf"(^|[._])({AVERAGE_WORDS})([._]|$)")
+STUDENT = re.compile(rf"(^|[._])({STUDENT_WORDS})([._]|$)")
+ROLE = re.compile(f"{AVERAGE_WORDS}|{STUDENT_WORDS}|base")
+# Names under which training scripts keep a second, averaged set of weights in the file.
+AVERAGED = ("teacher", "state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema")
+DEEPEST, FEWEST = 5, 8
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A backbone inside a file: its weights under the names of torchvision or timm, and what they told.
+
+    Args:
+        prefix: where it was.
+        stem: facts of a ResNet's stem that the old names told.
+        why: why this branch, in words.
+    """
+
+    checkpoint: Checkpoint
+    prefix: str
+    stem: dict[str, Any]
+    why: str
+
+
+def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names without the parts that data-parallel and compiled modules add, wherever they stand."""
+    plain = {".".join(p for p in key.split(".") if p not in WRAPPER_PARTS): value for key, value in state.items()}
+    return plain if len(plain) == len(state) else dict(state)
+
+
+def backbone_part(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """The weights below a prefix without those that only the pretraining needs."""
+    return {key: value for key, value in strip_prefix(state, prefix).items() if not COMPANIONS.match(key)}
+
+
+def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
+    """Prefixes below which the names are those of a known network, outermost only.
+
+    Their other branches are among them even if damaged: a lost teacher must not make way for its student unnoticed.
+    """
+    found: list[str] = []
+    for prefix in _prefixes(state):
+        if not any(prefix.startswith(outer) for outer in found) and _is_network(backbone_part(state, prefix)):
+            found.append(prefix)
+    roles = {_without_role(prefix) for prefix in found}
+    return found + [p for p in _prefixes(state) if p and p not in found and _without_role(p) in roles]
+
+
+def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
+    """The backbone of the wanted branch; None if no known network is inside.
+
+    Without the user's word it is the one that frameworks evaluate: a teacher before its student, else the
+    trained network before its moving average.
+    """
+    checkpoint, reason = _branch_of_file(checkpoint, wanted)
+    state = without_wrappers(checkpoint.state)
+    prefixes = find_prefixes(state)
+    if not prefixes:
+        return None
+    prefix, why = choose_prefix(state, prefixes, None if reason else wanted.branch, str(checkpoint.path))
+    named, stem = torchvision_names(backbone_part(state, prefix))
+    return Inside(replace(checkpoint, state=named), prefix, stem, reason or why)
+
+
+def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str | None, source: str) -> tuple[str, str]:
+    """Of the prefixes with a backbone the one of the wanted branch, and why."""
+    averages = [p for p in prefixes if MOMENTUM.search(p)]
+    students = [p for p in prefixes if STUDENT.search(p) and p not in averages]
+    plain = [p for p in prefixes if p not in averages and p not in students]
+    if plain and students and not averages:
+        averages, plain = plain, []  # whoever names a student means the other one as its average
+    online = plain or students
+    if branch is None:
+        # BYOL and MoCo evaluate the network they train, DINO and its kin the teacher.
+        teaches = bool(averages) and (not online or any("student" in p or "anchor" in p for p in students))
+        branch = "momentum" if teaches and not plain else "online"
+        asked = ""
+    else:
+        asked = ", as asked"
+    chosen = averages if branch == "momentum" else online
+    if not chosen:
+        raise UserError(f"{source} has no {branch} branch; it holds {', '.join(prefixes) or 'one'}: leave --branch out")
+    first = strip_prefix(state, chosen[0])
+    if not all(_same_weights(first, strip_prefix(state, other)) for other in chosen[1:]):
+        raise UserError(
+            f"{source} holds {len(chosen)} backbones ({', '.join(chosen)}) and does not say which is meant; "
+            "save the state_dict of the one to use"
+        )
+    if not averages or not online:
+        return chosen[0], f"the only one, {chosen[0].rstrip('.') or 'at the top'}"
+    kind = "moving average" if branch == "momentum" else "trained network"
+    return chosen[0], f"{chosen[0].rstrip('.')}, the {kind}{asked or ' that is usually evaluated'}"
+
+
+def _branch_of_file(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, str]:
+    """The file with the set of weights that is meant, where it holds an averaged set under a name of its own."""
+    payload = checkpoint.payload if isinstance(checkpoint.payload, Mapping) else {}
+    name = next((name for name in AVERAGED if isinstance(payload.get(name), Mapping)), None)
+    if name is None:
+        return checkpoint, ""
+    teaches = name == "teacher" and wanted.branch is None
+    if not teaches and wanted.branch != "momentum":
+        if name != "teacher":
+            return checkpoint, "the weights as trained; the file has an average too"
+        name = "student"
+    if not isinstance(payload.get(name), Mapping):
+        raise UserError(f"{checkpoint.path} has no online branch beside its teacher; leave --branch out")
+    state = find_state_dict(payload[name], f"{checkpoint.path} ({name})")
+    return replace(checkpoint, state=state), f"the file's {name}" + (", as asked" if wanted.branch else "")
+
+
+def _without_role(prefix: str) -> str:
+    """A prefix without the words that tell a network from its average: ``encoder`` for ``encoder_k``."""
+    words = [word for word in re.split("[._]", prefix) if word and not ROLE.fullmatch(word)]
+    return "_".join(words)
+
+
+def _prefixes(state: Mapping[str, Tensor]) -> Iterator[str]:
+    """Every prefix of at most five parts with enough names below it, short ones first."""
+    counts: dict[str, int] = {"": len(state)}
+    for key in state:
+        parts = key.split(".")
+        for depth in range(1, min(len(parts), DEEPEST + 1)):
+            prefix = ".".join(parts[:depth]) + "."
+            counts[prefix] = counts.get(prefix, 0) + 1
+    yield from sorted((p for p, count in counts.items() if count >= FEWEST), key=lambda p: p.count("."))
+
+
+def _is_network(state: Mapping[str, Tensor]) -> bool:
+    if any(anchor in state for anchor in CANDIDATES):
+        return True
+    return is_resnet(torchvision_names(state)[0]) or bool(names_like(state))
+
+
+def _same_weights(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())

@@ -1,0 +1,133 @@
+"""Backbones inside the models of lightly's users and of the well-known self-supervised methods' own releases.
+
+lightly leaves the model to its user: a Lightning module with a ``backbone`` of torchvision, timm or lightly,
+often as nn.Sequential with numbers for names. MoCo, DINO, SwAV, BYOL and others keep theirs likewise below a prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cdc_plugin.checkpoints.find_backbone import Inside, backbone_part, choose_inside, find_prefixes, without_wrappers
+from cdc_plugin.checkpoints.formats.resnet_keys import torchvision_names
+from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
+from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats, load_bare
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.backbone import Backbone
+
+LIGHTNING = "pytorch-lightning_version"
+# Where a backbone is looked for if its network is known by the user's --arch alone.
+USUAL_PREFIXES = ("backbone.", "encoder.", "student_backbone.", "model.backbone.", "model.", "net.")
+SIZE_NAMES = ("input_size", "image_size", "img_size", "crop_size")
+
+
+def load_lightly(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    """The backbone of a lightly user's model; lightly's transforms normalise by ImageNet's statistics."""
+    return _load(checkpoint, wanted, "lightly", "lightly's default, ImageNet's; the file does not say")
+
+
+def load_generic(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    """The one backbone inside a model of unknown kind."""
+    return _load(checkpoint, wanted, _method(checkpoint), "ImageNet's, the file does not say")
+
+
+def load_inside(inside: Inside, wanted: Wanted) -> Loaded:
+    """The network whose weights were found inside a file, told by their names."""
+    wanted = replace(wanted, branch=None)
+    if inside.stem:
+        return load_torchvision(inside.checkpoint, wanted, inside.stem)
+    return load_bare(inside.checkpoint, wanted)
+
+
+def with_input(backbone: Backbone, mean: Any, std: Any, size: int | None, assumed: tuple[str, ...]) -> Backbone:
+    """The same backbone, fed otherwise; facts of its network that were open stay so."""
+    still_open = tuple(fact for fact in backbone.assumed if fact not in ("mean", "std", "input_size"))
+    side = size or backbone.input_size
+    return Backbone(backbone.module, backbone.feature_dim, mean, std, side, backbone.spec, (*assumed, *still_open))
+
+
+def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) -> Loaded:
+    inside = choose_inside(checkpoint, wanted) or _named_by_user(checkpoint, wanted)
+    loaded = load_inside(inside, wanted)
+    size, why_size = _stated_size(checkpoint), "stated in its hyper-parameters"
+    fixed = (loaded.backbone.spec or {}).get("kwargs", loaded.backbone.spec or {})
+    assumed = ["mean", "std"]
+    if "img_size" in fixed or "image_size" in fixed or _has_positions(inside.checkpoint):
+        size, why_size = loaded.backbone.input_size, "by its position embeddings"
+    elif size is None:
+        assumed.append("input_size")
+        why_size = "usual for this network, the file does not say"
+    backbone = with_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(assumed))
+    facts = {"mean": normalised, "std": normalised, "input_size": why_size, "branch": inside.why}
+    origin = Origin(writer, loaded.origin.network, _epochs(checkpoint), {**loaded.origin.why, **facts})
+    return replace(loaded, backbone=backbone, origin=origin)
+
+
+def _named_by_user(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
+    """The weights below the first usual prefix, for a network that only the user's --arch names."""
+    state = without_wrappers(checkpoint.state)
+    prefix = next((p for p in USUAL_PREFIXES if any(key.startswith(p) for key in state)), "")
+    if wanted.arch is None:
+        sample = ", ".join(list(state)[:3])
+        raise UserError(
+            f"no known network is below {prefix or 'the top'} of {checkpoint.path} ({sample}); "
+            "pass --arch NAME (a torchvision or timm name)"
+        )
+    named, stem = torchvision_names(backbone_part(state, prefix))
+    return Inside(replace(checkpoint, state=named), prefix, stem, f"below {prefix or 'the top'}")
+
+
+def _has_positions(checkpoint: Checkpoint) -> bool:
+    return any(name in checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
+
+
+def _stated_size(checkpoint: Checkpoint) -> int | None:
+    stated = payload_fields(payload_fields(checkpoint.payload).get("hyper_parameters"))
+    sizes = [whole_number(stated.get(name)) for name in SIZE_NAMES]
+    return next((size for size in sizes if size and size > 0), None)
+
+
+def _epochs(checkpoint: Checkpoint) -> int | None:
+    payload = payload_fields(checkpoint.payload)
+    epoch = whole_number(payload.get("epoch"))
+    if epoch is None:
+        return None
+    return epoch + 1 if LIGHTNING in payload else epoch  # Lightning counts from 0
+
+
+def _method(checkpoint: Checkpoint) -> str:
+    tops = {key.split(".")[0] for key in without_wrappers(checkpoint.state)}
+    marks = {"encoder_q": "MoCo", "base_encoder": "MoCo v3", "prototypes": "SwAV", "decoder_embed": "MAE"}
+    named = [method for mark, method in marks.items() if mark in tops]
+    if {"student", "teacher"} <= set(payload_fields(checkpoint.payload)):
+        named = ["DINO"]
+    return f"{named[0]}'s code or one like it" if named else "a training script"
+
+
+def _prefixes(checkpoint: Checkpoint) -> list[str]:
+    """Where backbones are, if they are not simply the whole file under usual names."""
+    state = without_wrappers(checkpoint.state)
+    prefixes = find_prefixes(state)
+    if prefixes == [""]:
+        part = backbone_part(state)
+        bare = len(part) == len(checkpoint.state) and torchvision_names(part)[0].keys() == checkpoint.state.keys()
+        return [] if bare else prefixes
+    return prefixes
+
+
+def _matches_lightly(checkpoint: Checkpoint) -> bool:
+    prefixes = _prefixes(checkpoint)
+    if LIGHTNING in payload_fields(checkpoint.payload):
+        return bool(prefixes) or any(key.startswith("backbone.") for key in checkpoint.state)
+    by_place = "0.weight" in backbone_part(without_wrappers(checkpoint.state), prefixes[0]) if prefixes else False
+    return by_place or any("backbone" in prefix for prefix in prefixes)
+
+
+def _matches_generic(checkpoint: Checkpoint) -> bool:
+    return bool(_prefixes(checkpoint))
+
+
+formats.register("lightly")(CheckpointFormat("lightly", _matches_lightly, load_lightly, rank=32))
+formats.register("generic")(CheckpointFormat("generic", _matches_generic, load_generic, rank=35))

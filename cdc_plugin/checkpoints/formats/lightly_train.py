@@ -1,0 +1,112 @@
+"""lightly-train: exported models, and the training checkpoints that hold a student, a teacher and whole modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from cdc_plugin.checkpoints.find_backbone import Inside, choose_inside, find_prefixes, without_wrappers
+from cdc_plugin.checkpoints.formats.lightly import load_inside, with_input
+from cdc_plugin.checkpoints.formats.timm import three_numbers
+from cdc_plugin.checkpoints.formats.timm.fit import TRANSFORMER
+from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD
+from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
+from cdc_plugin.checkpoints.weights import load_strictly
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build
+from cdc_plugin.models.backbone import Backbone
+
+RECORD = "lightly_train"
+WRAPPED = ".wrapped_model."
+EXPORTS = ("exported_models/", "/exported_last.pt")
+DEEPEST = 20
+
+
+def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    """The model that lightly-train exports: the teacher where there is one, without projection heads."""
+    record = payload_fields(payload_fields(checkpoint.payload).get(RECORD))
+    inside = choose_inside(checkpoint, wanted) or _whole_module(checkpoint, record, wanted)
+    if inside is None:
+        raise UserError(
+            f"{checkpoint.path} is of lightly-train, but holds no network of torchvision's or timm's; "
+            "pass --arch NAME with the one it was trained as"
+        )
+    loaded = _averaged(load_inside(inside, wanted))
+    mean, std, stated = _normalisation(record)
+    why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not say"
+    by_positions = any(name in inside.checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
+    assumed = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
+    backbone = with_input(loaded.backbone, mean, std, None, assumed)
+    facts = {"mean": why, "std": why, "branch": inside.why}
+    facts["input_size"] = "by its position embeddings" if by_positions else "usual for this network, nothing says"
+    version = record.get("version")
+    epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
+    origin = Origin(
+        f"lightly-train {version}" if isinstance(version, str) else "lightly-train",
+        loaded.origin.network,
+        None if epoch is None else epoch + 1,
+        {**loaded.origin.why, **facts},
+    )
+    return replace(loaded, backbone=backbone, origin=origin)
+
+
+def _averaged(loaded: Loaded) -> Loaded:
+    """A timm vision transformer with the mean of its patch tokens for features.
+
+    That is what lightly-train trains; the class token, timm's choice, is never looked at there.
+    """
+    backbone = loaded.backbone
+    spec = backbone.spec or {}
+    weights = backbone.module.state_dict()
+    if spec.get("family") != "timm" or not {"cls_token", "norm.weight", TRANSFORMER} <= weights.keys():
+        return loaded
+    spec = {**spec, "kwargs": {**spec.get("kwargs", {}), "global_pool": "avg", "fc_norm": False}}
+    network, features = build(spec)
+    load_strictly(network, weights, "lightly-train's model")
+    mean, std = backbone.mean.tolist(), backbone.std.tolist()
+    averaged = Backbone(network, features, mean, std, backbone.input_size, spec, backbone.assumed)
+    why = {**loaded.origin.why, "features": "mean of the patch tokens, as lightly-train embeds"}
+    return replace(loaded, backbone=averaged, origin=replace(loaded.origin, why=why))
+
+
+def module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The named weights of a pickled module that was read as inert records, none of its code run."""
+    if prefix.count(".") > DEEPEST:  # records may hold each other
+        return {}
+    fields = payload_fields(module)
+    state: dict[str, Tensor] = {}
+    for kind in ("_parameters", "_buffers"):
+        for name, value in payload_fields(fields.get(kind)).items():
+            if isinstance(value, Tensor):
+                state[f"{prefix}{name}"] = value
+    for name, part in payload_fields(fields.get("_modules")).items():
+        state |= module_state(part, f"{prefix}{name}.")
+    return state
+
+
+def _whole_module(checkpoint: Checkpoint, record: Mapping[str, Any], wanted: Wanted) -> Inside | None:
+    """The user's model as the checkpoint keeps it beside the weights, with parts that the training did not need."""
+    state = module_state(payload_fields(record.get("models")).get("model"))
+    if not state or wanted.branch == "online":
+        return None
+    return Inside(replace(checkpoint, state=state), "", {}, "the model that lightly-train exports")
+
+
+def _normalisation(record: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+    stated = payload_fields(record.get("normalize_args"))
+    mean, std = (three_numbers(stated.get(name)) for name in ("mean", "std"))
+    return (mean, std, True) if mean and std else (IMAGENET_MEAN, IMAGENET_STD, False)
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    if RECORD in payload_fields(checkpoint.payload) or any(WRAPPED in f".{key}" for key in checkpoint.state):
+        return True
+    named = any(mark in f"/{'/'.join(checkpoint.path.absolute().parts[-2:])}" for mark in EXPORTS)
+    return named and bool(find_prefixes(without_wrappers(checkpoint.state)))
+
+
+formats.register("lightly-train")(CheckpointFormat("lightly-train", _matches, load_lightly_train, rank=30))

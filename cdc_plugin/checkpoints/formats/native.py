@@ -1,0 +1,158 @@
+"""The package's own result folder: weights in ``model.safetensors``, how to rebuild in ``model.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
+from cdc_plugin.checkpoints.locate import read_sidecars
+from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, strip_prefix
+from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
+from cdc_plugin.core.mahalanobis import Prototypes
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import describe
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.heads import build_head
+
+VERSION = 1
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
+HUB_DESCRIPTION = "config.json"  # the same content, under the name that the Hugging Face hub wants
+
+
+def description_file(folder: Path) -> Path:
+    """Where a result folder, or its export for the hub, says how the model is built again."""
+    beside = read_sidecars(folder / WEIGHTS)
+    exported = _is_ours(beside, HUB_DESCRIPTION) and not _is_ours(beside, DESCRIPTION)
+    return folder / (HUB_DESCRIPTION if exported else DESCRIPTION)
+
+
+def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Description and tensors of a result folder, or of the ``model.safetensors`` inside it."""
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    if not given.exists():
+        raise UserError(f"there is no result folder {given}; give the folder that cdc-refine wrote")
+    described = description_file(folder)
+    for file in (described, folder / WEIGHTS):
+        if not file.is_file():
+            raise UserError(f"{folder} has no {file.name}; is the run unfinished? Let it end first")
+    try:
+        description = json.loads(described.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{described} is not JSON ({error}); was the run interrupted?") from error
+    _check_description(description, described)
+    return description, read_checkpoint(folder / WEIGHTS).state
+
+
+def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], source: str) -> Backbone:
+    """The backbone part of a result folder, with the input convention it was refined with."""
+    record = description["backbone"]
+    if not isinstance(record.get("spec"), dict):
+        raise UserError(
+            f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
+            "give that network as well: cdc_plugin.load_model(folder, module=network)"
+        )
+    # Backbone keeps its network as ``module``; both spellings of the prefix are taken. Exports may have none.
+    weights = strip_prefix(tensors, "backbone.") or tensors
+    if weights and all(key.startswith("module.") for key in weights):
+        weights = strip_prefix(weights, "module.")
+    network, feature_dim, _ = build_with_weights(record["spec"], weights, source)
+    facts = (record["mean"], record["std"], record["input_size"], record["spec"], record.get("assumed", ()))
+    return Backbone(network, feature_dim, *facts)
+
+
+def native_heads(
+    description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
+) -> tuple[nn.Module, nn.Module]:
+    """Clustering and calibration head of a result folder."""
+    heads = []
+    for name in ("clustering_head", "calibration_head"):
+        head = build_head(description.get("heads"), feature_dim, source)
+        load_strictly(head, strip_prefix(tensors, f"{name}."), f"{source} ({name})")
+        heads.append(head)
+    return heads[0], heads[1]
+
+
+def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:
+    """What a result folder keeps to tell outliers."""
+    tensors = {
+        "centers": prototypes.centers,
+        "whitening": prototypes.whitening,
+        "limit": torch.tensor(prototypes.limit),
+    }
+    return {f"prototypes.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
+    """The prototypes of a result folder; None for those of the first releases, which had none."""
+    found = strip_prefix(tensors, "prototypes.")
+    if not found:
+        return None
+    centers, whitening, limit = (found.get(name) for name in ("centers", "whitening", "limit"))
+    if centers is None or whitening is None or limit is None or limit.numel() != 1:
+        raise UserError(f"{source} has some of its prototypes only; was it edited by hand?")
+    if centers.ndim != 2 or centers.shape[1] != feature_dim or whitening.shape != (feature_dim, feature_dim):
+        raise UserError(f"{source} has prototypes that do not fit its {feature_dim} features; was it edited by hand?")
+    return Prototypes(centers.float(), whitening.float(), float(limit))
+
+
+def _check_description(description: Any, file: Path) -> None:
+    if not isinstance(description, dict) or description.get("format") != "cdc_plugin":
+        raise UserError(f'{file} does not say "format": "cdc_plugin"; it is not a result of cdc-refine')
+    version = description.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise UserError(f"{file} has version {version!r}, this release reads up to {VERSION}; upgrade cdc-plugin")
+    backbone = description.get("backbone")
+    lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in (backbone or {})]
+    if lacking:
+        raise UserError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
+
+
+def _export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What ``cdc-export`` says beside weights ``X.pth``, in ``X.json``; other weights may lie in the same folder."""
+    beside = checkpoint.sidecar.get(f"{checkpoint.path.stem}.json")
+    if not isinstance(beside, dict) or beside.get("format") != "cdc_plugin":
+        return None
+    return beside if beside.get("weights") == checkpoint.path.name else None
+
+
+def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
+    beside = sidecar.get(name)
+    return isinstance(beside, dict) and beside.get("format") == "cdc_plugin" and "weights" not in beside
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    if _export_description(checkpoint) is not None:
+        return True
+    described = any(_is_ours(checkpoint.sidecar, name) for name in (DESCRIPTION, HUB_DESCRIPTION))
+    # Weights that lost their description are told by both heads, and then the error says what is missing.
+    heads = ("clustering_head.", "calibration_head.")
+    return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
+
+
+def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    if wanted.arch is not None:
+        raise UserError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
+    exported = _export_description(checkpoint)
+    if exported is None:
+        description, tensors = read_native(checkpoint.path)
+    else:
+        description, tensors = exported, checkpoint.state
+        _check_description(description, checkpoint.path.with_suffix(".json"))
+    backbone = native_backbone(description, tensors, str(checkpoint.path))
+    heads: tuple[nn.Module, ...] = ()
+    if description.get("heads"):  # others may write a backbone alone
+        heads = native_heads(description, tensors, backbone.feature_dim, str(checkpoint.path))
+    provenance = description.get("provenance") or {}
+    file = description_file(checkpoint.path.parent)
+    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file.name}")
+    writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
+    return Loaded(backbone, Origin(writer, describe(backbone.spec), provenance.get("epochs"), why), heads)
+
+
+formats.register("native")(CheckpointFormat("native", _matches, _load, rank=10))

@@ -1,0 +1,246 @@
+"""What solo-learn's ``args.json`` says of a run: network, data, statistics. It is read as JSON, nothing else is opened.
+
+Releases from 1.0.6 on write a nested file, earlier ones a flat one; a fork that CDC was developed with writes a
+nested one too, and builds its CIFAR stem otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cdc_plugin.checkpoints.formats.solo_learn.interpolation import resolve
+from cdc_plugin.checkpoints.locate import locate, read_sidecars
+from cdc_plugin.config.schema import INPUT_FACTS, recipe_names
+from cdc_plugin.errors import UserError
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+# Releases before August 2022 had 0.228 for the first channel.
+IMAGENET_OLD: Statistics = ((0.485, 0.456, 0.406), (0.228, 0.224, 0.225))
+CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
+CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+# Both CIFARs in the linear evaluation, and in pretraining while the network was called "encoder".
+CIFAR_SHARED: Statistics = ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
+STL10: Statistics = ((0.4914, 0.4823, 0.4466), (0.247, 0.243, 0.261))
+PRETRAINING = {"cifar10": CIFAR10, "cifar100": CIFAR100, "cifar20": CIFAR100, "stl10": STL10}
+
+CIFARS = ("cifar10", "cifar20", "cifar100")
+CLASSES = {"cifar10": 10, "cifar20": 20, "cifar100": 100, "stl10": 10, "imagenet": 1000, "imagenet100": 100}
+FORK_CLASSES = {"cifar20": 20, "imagenet10": 10, "imagenetdogs": 15, "tinyimagenet": 200}
+# Data sets that lie in one place under a known name; all others are folders of images.
+PLACES = {
+    "cifar10": "cifar-10-batches-py",
+    "cifar20": "cifar-100-python",
+    "cifar100": "cifar-100-python",
+    "stl10": "stl10_binary",
+}
+EVALUATION_SIZES = {**dict.fromkeys(CIFARS, 32), "stl10": 96, "tinyimagenet": 64}
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """The run that an ``args.json`` describes; None where it does not say.
+
+    Args:
+        nested: written by a release from 1.0.6 on.
+        linear: a linear evaluation or fine-tuning, which normalises in its own way.
+        fork: CDC's own version of solo-learn.
+        method: of the pretraining.
+        network: name of the backbone, with the settings it was built with in ``kwargs``.
+        classes: number that the run counted, or None if its images have no labels.
+        mean, std: stated for the first view; solo-learn takes notice of them for custom data alone.
+        cdc: fields of our own configuration that the run was given, what the network takes as input aside.
+    """
+
+    nested: bool
+    linear: bool = False
+    fork: bool = False
+    method: str | None = None
+    network: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    dataset: str | None = None
+    train_path: str | None = None
+    data_format: str = "image_folder"
+    classes: int | None = None
+    crop_size: int | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    cdc: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_args(content: Any) -> RunArgs | None:
+    """The run behind the content of an ``args.json``; None if something else wrote it."""
+    if not isinstance(content, Mapping):
+        return None
+    args = _mapping(resolve(dict(content)))
+    data, network = args.get("data"), args.get("backbone")
+    # A recipe's statistics are its paper's; the network has seen those of this run, which the checkpoint brings.
+    cdc = {k: v for k, v in _mapping(args.get("cdc")).items() if v is not None and k not in INPUT_FACTS}
+    linear = "pretrained_feature_extractor" in args
+    if isinstance(data, Mapping) and isinstance(network, Mapping) and "dataset" in data:
+        views = args.get("augmentations")
+        view = _mapping(views[0]) if isinstance(views, list) and views else {}
+        dataset = _text(data.get("dataset"))
+        return RunArgs(
+            nested=True,
+            linear=linear,
+            fork=bool({"cluster_eval", "process_bar"} & set(args)) or dataset in FORK_CLASSES,
+            method=_text(args.get("pretrain_method" if linear else "method")),
+            network=_text(network.get("name")),
+            kwargs=_mapping(network.get("kwargs")),
+            dataset=dataset,
+            train_path=_text(data.get("train_path")),
+            data_format=_text(data.get("format")) or "image_folder",
+            classes=None if data.get("no_labels") is True else _count(data.get("num_classes")),
+            crop_size=_count(view.get("crop_size")),
+            mean=_channels(view.get("mean")),
+            std=_channels(view.get("std")),
+            cdc=cdc,
+        )
+    known_name = _text(args.get("encoder")) or _text(network)
+    if "dataset" not in args or not ("backbone_args" in args or (known_name and "method" in args)):
+        return None
+    return _parse_flat(args, known_name, linear, cdc)
+
+
+def statistics(run: RunArgs, called_encoder: bool) -> Statistics | None:
+    """Mean and std that the run normalised with; None if ``args.json`` leaves that open.
+
+    Args:
+        called_encoder: the weights are below ``encoder.``, as before December 2021.
+    """
+    imagenet = IMAGENET if run.nested or (run.std or (0,))[0] == IMAGENET[1][0] else IMAGENET_OLD
+    if run.dataset is None or run.dataset not in {*CLASSES, *FORK_CLASSES, "custom"}:
+        return (run.mean, run.std) if run.mean and run.std and not run.linear else None
+    if run.dataset in CIFARS and (run.linear or called_encoder):
+        return CIFAR_SHARED
+    if run.linear:
+        return STL10 if run.dataset == "stl10" else imagenet
+    if run.dataset in PRETRAINING:
+        return PRETRAINING[run.dataset]
+    if run.dataset in ("imagenet", "imagenet100"):
+        return imagenet
+    return run.mean or imagenet[0], run.std or imagenet[1]
+
+
+def input_size(run: RunArgs) -> int | None:
+    """Side of the images that the run trained on."""
+    size = run.kwargs.get("img_size")
+    size = _count(size[0] if isinstance(size, list | tuple) and size else size)
+    if size is not None:
+        return size
+    if run.linear and run.dataset in {*CLASSES, *FORK_CLASSES, "custom"}:
+        return EVALUATION_SIZES.get(run.dataset or "", 224)
+    return run.crop_size
+
+
+def run_defaults(path: str | Path) -> dict[str, Any]:
+    """The fields of a `RefineConfig` that the ``args.json`` of a solo-learn run implies; empty if there is none.
+
+    Args:
+        path: a checkpoint of the run, or its folder.
+    """
+    try:
+        given = Path(path).expanduser()
+        # Beside what is given, else beside the checkpoint that is meant by it.
+        beside = (file for file in (given / "checkpoint", given) if file.with_name("args.json").is_file())
+        file = next(beside, None) or locate(given)
+        run = parse_args(read_sidecars(file).get("args.json"))
+    except (OSError, ValueError, RecursionError, UserError):  # opening the weights will tell
+        return {}
+    if run is None:
+        return {}
+    implied = _implied(run, file.parent.resolve())
+    return implied | _asked(run, implied)
+
+
+def _implied(run: RunArgs, folder: Path) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    place = PLACES.get(run.dataset or "")
+    found = _find_folder(run.train_path, folder, place)
+    if place is not None:
+        fields["data"] = run.dataset
+        if found is not None:
+            fields["data_root"] = str(found)
+    elif found is not None and run.data_format != "h5":
+        fields["data"] = str(found)
+    clusters = (CLASSES | FORK_CLASSES).get(run.dataset or "", run.classes)
+    if clusters is not None and clusters > 1:
+        fields["clusters"] = clusters
+    return fields
+
+
+def _asked(run: RunArgs, implied: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``cdc`` node, less the images where the run itself knows better than a recipe which they are."""
+    asked = dict(run.cdc)
+    # CIFAR-20 is in the files of CIFAR-100; of a data set elsewhere, only the settings are meant.
+    place = PLACES.get(str(asked.get("data")))
+    same_files = place is not None and place == PLACES.get(run.dataset or "")
+    if "data" in implied and asked.get("data") in recipe_names() and not same_files:
+        del asked["data"]
+    return asked
+
+
+def _find_folder(text: str | None, run_folder: Path, inside: str | None) -> Path | None:
+    """A path as the run knew it: absolute, or relative to where it was started, which is not written down."""
+    if text is None:
+        return None
+    wanted = Path(text).expanduser()
+    bases = [Path()] if wanted.is_absolute() else [Path.cwd(), run_folder, *run_folder.parents]
+    present = [base / wanted for base in bases if (base / wanted).is_dir()]
+    if inside is not None:
+        present.sort(key=lambda place: not (place / inside).is_dir())  # stable: nearest first among equals
+    return present[0] if present else None
+
+
+def _parse_flat(args: dict[str, Any], network: str | None, linear: bool, cdc: dict[str, Any]) -> RunArgs:
+    dataset = _text(args.get("dataset"))
+    kwargs = _mapping(args.get("backbone_args"))
+    cifar = kwargs.pop("cifar", False) is True
+    if cifar and (network or "").startswith("swin"):
+        kwargs["window_size"] = 4
+    size = args.get("crop_size")  # one a view
+    if size is None:  # 1.0.2 asked for a size of ImageNet and custom data alone, and of those without small crops
+        given = None if args.get("multicrop") is True else args.get("size")
+        size = EVALUATION_SIZES.get(dataset or "", given or 224)
+    root, below = _text(args.get("data_dir")), _text(args.get("train_dir"))
+    joined = str(Path(root) / (below or "")) if root else None
+    return RunArgs(
+        nested=False,
+        linear=linear,
+        method=_text(args.get("pretrain_method" if linear else "method")),
+        network=network,
+        kwargs=kwargs,
+        dataset=dataset,
+        train_path=_text(args.get("train_data_path")) or (root if dataset in PLACES else joined),
+        data_format="dali" if args.get("dali") is True else _text(args.get("data_format")) or "image_folder",
+        classes=None if args.get("no_labels") is True else _count(args.get("num_classes")),
+        crop_size=_count(size[0] if isinstance(size, list) and size else size),
+        mean=_channels(args.get("mean")),
+        std=_channels(args.get("std")),
+        cdc=cdc,
+    )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 100_000 else None
+
+
+def _channels(value: Any) -> tuple[float, ...] | None:
+    """Three numbers from three, or from one that stands for all channels."""
+    numbers = value if isinstance(value, list) else [value]
+    if len(numbers) not in (1, 3) or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        return None
+    return tuple(float(n) for n in (numbers * 3 if len(numbers) == 1 else numbers))

@@ -1,0 +1,193 @@
+"""State dicts of timm models, named by the user or by files beside them, or told by names and shapes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from cdc_plugin.checkpoints.formats.timm.fit import distinct, fits, fitting, settings_changed, timm_spec
+from cdc_plugin.checkpoints.formats.timm.index import names_like
+from cdc_plugin.checkpoints.formats.timm.published import fetch_from_hub, load_from_timm
+from cdc_plugin.checkpoints.formats.torchvision import is_resnet, torchvision_knows
+from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
+from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint
+from cdc_plugin.checkpoints.weights import build_with_weights
+from cdc_plugin.config.schema import INPUT_FACTS
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import describe, timm_input
+from cdc_plugin.models.backbone import Backbone
+
+# Settings of a model that a run may state; others, as a path of weights to load, are nobody's business here.
+SETTINGS = (
+    *("img_size", "patch_size", "window_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool"),
+    *("class_token", "reg_tokens", "no_embed_class", "dynamic_img_size", "strict_img_size", "output_stride"),
+    *("qkv_bias", "qk_norm", "init_values", "pre_norm", "stem_type", "act_layer", "norm_layer", "in_chans"),
+)
+AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict")
+
+
+def stated_arch(checkpoint: Checkpoint) -> str | None:
+    """The timm name that the checkpoint, or a file that timm wrote beside it, states."""
+    payload = payload_fields(checkpoint.payload)
+    # timm's train.py writes a version and its arguments; a bare "arch" is as often a torchvision name.
+    own = payload.get("arch") if {"version", "args"} & set(payload) else None
+    config = payload_fields(checkpoint.sidecar.get("config.json")).get("architecture")
+    beside = payload_fields(checkpoint.sidecar.get("args.yaml"))
+    named = [name for name in (own, config, beside.get("model")) if isinstance(name, str)]
+    return next((name for name in named if knows(name)), None)
+
+
+def knows(name: str) -> bool:
+    """Whether timm has a model of this name; a pretraining tag after a dot does not count."""
+    import timm
+
+    return bool(timm.is_model(name.split(".")[0]))
+
+
+def identify(checkpoint: Checkpoint) -> str:
+    """The timm name of a bare state dict: said by the file's name, or the only network that fits."""
+    for name in _names_in(checkpoint.path.stem):
+        if fits(name, checkpoint.state):
+            return name
+    similar = names_like(checkpoint.state)
+    found = sorted(
+        (n for n in similar if fits(n, checkpoint.state)), key=lambda n: settings_changed(n, checkpoint.state)
+    )
+    if not found:
+        hint = f" (perhaps of the kind of {', '.join(similar[:4])})" if similar else ""
+        raise UserError(f"cannot tell which timm model {checkpoint.path} is{hint}; pass --arch NAME")
+    kinds = distinct(found, checkpoint.state)
+    if len(kinds) > 1:
+        raise UserError(
+            f"{checkpoint.path} fits {', '.join(kinds[:4])} by names and shapes, yet they compute "
+            "different features; pass --arch with the one it was trained as"
+        )
+    return found[0]
+
+
+def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    """A backbone from timm weights; input size, mean and std as the run or the model's settings have them."""
+    checkpoint, branch = _branch(checkpoint, wanted)
+    name = wanted.arch or stated_arch(checkpoint) or identify(checkpoint)
+    settings = _stated_settings(checkpoint) if name == stated_arch(checkpoint) else {}
+    spec, state = fitting(name, checkpoint.state, settings) or (
+        timm_spec(name, checkpoint.state, settings),
+        checkpoint.state,
+    )
+    network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
+    mean, std, size = _usual_input(name)
+    said = _stated_input(checkpoint)
+    size = _side(spec["kwargs"].get("img_size")) or said.get("input_size", size)
+    why = {key: "stated by the run" if key in said else "timm's settings of this model" for key in INPUT_FACTS} | branch
+    by_positions = "pos_embed" in state
+    if by_positions:
+        why["input_size"] = "by its position embeddings"
+    # A run that states its model leaves the rest to timm's settings; bare weights may have been trained otherwise.
+    known = {*said, *(["input_size"] if by_positions else []), *(INPUT_FACTS if stated_arch(checkpoint) else [])}
+    assumed = [fact for fact in INPUT_FACTS if fact not in known]
+    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec, assumed)
+    epoch = payload_fields(checkpoint.payload).get("epoch")
+    origin = Origin("timm", describe(spec), epoch if isinstance(epoch, int) else None, why)
+    return Loaded(backbone, origin, matched=matched)
+
+
+def published(path: str) -> Loaded:
+    """Published weights: ``timm:NAME`` or ``hf-hub:OWNER/NAME``."""
+    if path.startswith("timm:"):
+        return load_from_timm(path)
+    checkpoint = read_checkpoint(fetch_from_hub(path))
+    if stated_arch(checkpoint) is None:
+        raise UserError(f"{path} is not a timm model: its config.json names no architecture of timm's")
+    return replace(load_timm(checkpoint, Wanted()), format="timm")
+
+
+def _branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[str, str]]:
+    payload = payload_fields(checkpoint.payload)
+    name = next((name for name in AVERAGES if payload.get(name)), None)
+    if wanted.branch != "momentum":
+        return checkpoint, {"branch": f"the weights as trained; {name} has their average"} if name else {}
+    if name is None:
+        raise UserError(f"{checkpoint.path} has no moving average ({' or '.join(AVERAGES)}); leave --branch out")
+    return replace(checkpoint, state=find_state_dict(payload[name], name)), {"branch": f"{name}, as asked"}
+
+
+def _stated_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Settings of the model that a training run's arguments or a hub config state."""
+    payload = payload_fields(checkpoint.payload)
+    runs = (payload_fields(payload.get("args")), payload_fields(checkpoint.sidecar.get("args.yaml")))
+    config = payload_fields(checkpoint.sidecar.get("config.json"))
+    stated: dict[str, Any] = {}
+    for source in (config.get("model_args"), *(run.get("model_kwargs") for run in runs)):
+        stated |= {key: value for key, value in payload_fields(source).items() if key in SETTINGS}
+    pools = [run["gp"] for run in runs if isinstance(run.get("gp"), str)]
+    if pools:
+        stated["global_pool"] = pools[0]
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items() if _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return isinstance(value, (bool, int, float, str))
+
+
+def _stated_input(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Input size, mean and std where a training run's arguments or a hub config state them."""
+    payload = payload_fields(checkpoint.payload)
+    config = payload_fields(checkpoint.sidecar.get("config.json"))
+    sources = (
+        payload_fields(payload.get("args")),
+        payload_fields(checkpoint.sidecar.get("args.yaml")),
+        payload_fields(config.get("pretrained_cfg")),
+        config if "architecture" in config else {},  # older ones are flat
+    )
+    said: dict[str, Any] = {}
+    for source in sources:
+        size = _side(source.get("img_size")) or _side(source.get("input_size"))
+        found: dict[str, Any] = {"mean": three_numbers(source.get("mean")), "std": three_numbers(source.get("std"))}
+        found["input_size"] = size
+        said = {key: value for key, value in found.items() if value} | said
+    return said
+
+
+def _side(size: Any) -> int | None:
+    """The side of square images that a setting means: a number, or the last of several."""
+    last = size[-1] if isinstance(size, (list, tuple)) and size else size
+    return last if isinstance(last, int) and last > 0 else None
+
+
+def _usual_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    try:
+        return timm_input(name)
+    except RuntimeError:  # a tag of weights that this timm does not know
+        return timm_input(name.split(".")[0])
+
+
+def three_numbers(value: Any) -> list[float] | None:
+    """Numbers for the three channels; one number stands for all of them, anything else for nothing."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(number, (int, float)) for number in value):
+        return None
+    return [float(number) for number in value] * (3 // len(value)) if len(value) in (1, 3) else None
+
+
+def _names_in(stem: str) -> list[str]:
+    """timm names that occur in a file name as whole words, longest first."""
+    import timm
+
+    words = [name for name in timm.list_models() if name in stem]
+    whole = [name for name in words if re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", stem)]
+    return sorted(whole, key=len, reverse=True)
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    if stated_arch(checkpoint) is not None:
+        return True
+    plain = is_resnet(checkpoint.state)  # torchvision's names, which some of timm's ResNets share
+    if names_like(checkpoint.state) and not plain:
+        return True
+    named = [name for name in _names_in(checkpoint.path.stem) if not (plain and torchvision_knows(name))]
+    return any(fits(name, checkpoint.state) for name in named)
+
+
+formats.register("timm")(CheckpointFormat("timm", _matches, load_timm, rank=40, knows=knows))

@@ -1,0 +1,59 @@
+"""Which timm models a set of names and shapes may belong to, looked up in a table instead of building them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from cdc_plugin.checkpoints.weights import HEAD_PREFIXES
+
+TABLE = Path(__file__).with_name("index.json")
+# What depends on the image size, on the number of register tokens or on the pooling, not on the model's name.
+ADJUSTABLE = re.compile(
+    r"(^norm\.|^fc_norm\.|(^|\.)(pos_embed|reg_token|register_tokens|mask_token|attn_mask|relative_\w+|rel_pos\w*)(\.|$)"
+    r"|num_batches_tracked$)"
+)
+# Of models with the same weights those named after another one, or after where their weights came from.
+DERIVED = ("deit", "tf_", "legacy_", "gluon_", "tv_")
+PATCHES = "patch_embed.proj.weight"
+
+
+class Shaped(Protocol):
+    """Anything with a shape: a tensor, or one on the meta device."""
+
+    @property
+    def shape(self) -> Iterable[int]: ...
+
+
+def fingerprint(state: Mapping[str, Shaped]) -> str:
+    """A short digest of names and shapes, leaving out what a model's settings may change."""
+    lines = []
+    for key, value in state.items():
+        if key.startswith(HEAD_PREFIXES) or ADJUSTABLE.search(key):
+            continue
+        shape = tuple(value.shape)
+        lines.append(f"{key}:{shape[:2] if key == PATCHES else shape}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:10]
+
+
+def names_like(state: Mapping[str, Shaped]) -> tuple[str, ...]:
+    """timm names whose models have these names and shapes, plain names first; to be checked by building them."""
+    return _table().get(fingerprint(state), ())
+
+
+def make_table(states: Mapping[str, Mapping[str, Shaped]]) -> dict[str, list[str]]:
+    """The table for models by name, for writing it anew when timm has new ones."""
+    table: dict[str, list[str]] = {}
+    for name in sorted(states, key=lambda name: (name.startswith(DERIVED), len(name), name)):
+        table.setdefault(fingerprint(states[name]), []).append(name)
+    return dict(sorted(table.items()))
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, tuple[str, ...]]:
+    return {key: tuple(names) for key, names in json.loads(TABLE.read_text(encoding="utf-8")).items()}

@@ -1,0 +1,99 @@
+"""Weights that are published: ``timm:NAME`` for timm's own, ``hf-hub:OWNER/NAME`` for anybody's on the hub."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from cdc_plugin.checkpoints.load import Loaded, Origin
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build, describe, timm_features
+from cdc_plugin.models.backbone import Backbone
+
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def load_from_timm(path: str) -> Loaded:
+    """A timm model with the weights that timm publishes for it, downloaded or cached."""
+    import timm
+
+    name = path.removeprefix("timm:")
+    base = name.split(".")[0]
+    if not timm.is_model(base):
+        build({"family": "timm", "name": base})  # raises with the nearest names
+    if not timm.is_model_pretrained(name):
+        raise UserError(f"timm has no pretrained weights for {name!r}; timm.list_pretrained() lists what there is")
+    offline = UserError(
+        f"could not fetch timm's weights for {name!r}; with no network, download the file elsewhere and "
+        f"give its path with --arch {base}"
+    )
+    hub_id = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
+    if hub_id and cached_weights(hub_id) is None and not _reachable():
+        raise offline
+    try:
+        network: Any = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:  # the hub's client raises its own errors, which vary with its version
+        raise offline from error
+    config = network.pretrained_cfg
+    size = int(config["input_size"][-1])
+    spec = {"family": "timm", "name": base, "kwargs": {}}
+    backbone = Backbone(network, timm_features(network), config["mean"], config["std"], size, spec)
+    why = dict.fromkeys(("mean", "std", "input_size"), "published with the weights")
+    return Loaded(backbone, Origin(f"timm, published weights of {name}", describe(spec), why=why), format="timm")
+
+
+def fetch_from_hub(path: str) -> Path:
+    """The local copy of a repository's weights, its ``config.json`` beside it; downloaded if it is not cached."""
+    name, _, revision = path.removeprefix("hf-hub:").partition("@")
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise UserError(f"expected hf-hub:OWNER/NAME, found {path!r}; the hub's page of a model shows both")
+    found = cached_weights(name, revision or None)
+    if found is not None:
+        return found
+    unreachable = UserError(
+        f"could not fetch {name!r} from the hub and it is not cached; with no network, download its config.json and "
+        "weights into one folder elsewhere and give that folder"
+    )
+    if not _reachable():
+        raise unreachable
+    from huggingface_hub import hf_hub_download
+
+    problem: Exception | None = None
+    for file in WEIGHT_FILES:
+        try:
+            hf_hub_download(name, "config.json", revision=revision or None)
+            return Path(hf_hub_download(name, file, revision=revision or None))
+        except Exception as error:  # the client's own errors vary with its version
+            problem = error
+    raise unreachable from problem
+
+
+def cached_weights(hub_id: str, revision: str | None = None) -> Path | None:
+    """Weights of a repository that were downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in (*WEIGHT_FILES, "open_clip_model.safetensors"):
+        try:
+            found = try_to_load_from_cache(hub_id, file, revision=revision)
+        except ValueError:  # the client's word for a name that no repository can have
+            return None
+        if isinstance(found, str):
+            return Path(found)
+    return None
+
+
+def _reachable() -> bool:
+    """Whether the hub's host has an address; its client would retry for a minute."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        return False
+    if any(variable.lower() == "https_proxy" for variable in os.environ):
+        return True
+    host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True

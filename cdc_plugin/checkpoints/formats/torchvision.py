@@ -1,0 +1,248 @@
+"""State dicts with torchvision's names: any ResNet by its shapes, other classifiers by comparison."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
+from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
+from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_with_weights, compare
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import describe, families, image_size_default, skeleton
+from cdc_plugin.models.backbone import Backbone
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BLOCK_PARTS = re.compile(r"layer[1-4]\.\d+\.(conv[123]|bn[123]|downsample\.[01])\.\w+")
+# Which torchvision models may hide behind a key that only they have.
+TRANSFORMER = "encoder.layers.encoder_layer_0.ln_1.weight"
+CANDIDATES = {
+    TRANSFORMER: (
+        "vit_b_16",
+        "vit_b_32",
+        "vit_l_16",
+        "vit_l_32",
+        "vit_h_14",
+    ),
+    "trunk_output.block1.block1-0.proj.0.weight": tuple(
+        f"regnet_{kind}_{size}" for kind in "xy" for size in ("400mf", "800mf", "1_6gf", "3_2gf", "8gf", "16gf", "32gf")
+    ),
+    "features.denseblock1.denselayer1.norm1.weight": (
+        "densenet121",
+        "densenet161",
+        "densenet169",
+        "densenet201",
+    ),
+    "features.1.0.layer_scale": ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large"),
+    "features.1.0.attn.relative_position_bias_table": (
+        *("swin_t", "swin_s", "swin_b"),
+        *("swin_v2_t", "swin_v2_s", "swin_v2_b"),
+    ),
+    "features.1.conv.0.0.weight": ("mobilenet_v2",),
+    "features.1.block.0.0.weight": ("mobilenet_v3_small", "mobilenet_v3_large"),
+    "features.1.0.block.0.0.weight": (
+        *(f"efficientnet_b{number}" for number in range(8)),
+        *("efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l"),
+    ),
+    "stage2.0.branch1.0.weight": tuple(f"shufflenet_v2_x{width}" for width in ("0_5", "1_0", "1_5", "2_0")),
+    "features.0.weight": tuple(f"vgg{n}{bn}" for n in (11, 13, 16, 19) for bn in ("", "_bn")),
+}
+# Attention heads by width where they are usual; no shape tells their number.
+USUAL_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
+# Depths that networks have; with others a whole block may have been lost, which every strict load would accept.
+RESNET_DEPTHS = ([1, 1, 1, 1], [2, 2, 2, 2], [3, 4, 6, 3], [3, 4, 23, 3], [3, 8, 36, 3], [3, 24, 36, 3])
+TRANSFORMER_DEPTHS = (6, 12, 24, 32)
+
+
+@families.register("torchvision_vit")
+def build_torchvision_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """torchvision's vision transformer of any size, without its classifier."""
+    from torchvision.models import VisionTransformer
+
+    sizes = {name: int(spec[name]) for name in ("image_size", "patch_size", "num_layers", "num_heads")}
+    width = int(spec["hidden_dim"])
+    try:
+        network = VisionTransformer(**sizes, hidden_dim=width, mlp_dim=int(spec["mlp_dim"]))
+    except (ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        raise UserError(f"torchvision could not build a vision transformer of {dict(spec)}: {error}") from error
+    network.heads = nn.Sequential()
+    return network, width
+
+
+def is_resnet(state: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of torchvision's ResNet; other parts in its blocks make another network."""
+    anchors = ("conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer4.0.conv1.weight")
+    inside = [key for key in state if re.match(r"layer\d+\.\d+\.", key)]
+    return all(key in state for key in anchors) and all(BLOCK_PARTS.fullmatch(key) for key in inside)
+
+
+def resnet_spec(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The ResNet that these shapes belong to, and which facts of its stem the shapes leave open."""
+    try:
+        return _resnet_by_shapes(state)
+    except (KeyError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
+        raise UserError(
+            f"expected the weights of a ResNet, found some missing or misshapen ({error}); copy the file again"
+        ) from error
+
+
+def _resnet_by_shapes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    stages = range(1, 5)
+    depths = [len({k.split(".")[1] for k in state if k.startswith(f"layer{stage}.")}) for stage in stages]
+    spec: dict[str, Any] = {"family": "resnet", "block": "basic", "depths": depths}
+    if "layer1.0.conv3.weight" in state:
+        widths = [state[f"layer{stage}.0.conv3.weight"].shape[0] // 4 for stage in stages]
+        inner, per_group = state["layer1.0.conv2.weight"].shape[:2]
+        groups = inner // per_group
+        spec |= {
+            "block": "bottleneck",
+            "groups": groups,
+            "width_per_group": 64 * inner // (groups * widths[0]),
+        }
+    else:
+        widths = [state[f"layer{stage}.0.conv1.weight"].shape[0] for stage in stages]
+    stem_width, channels, kernel, _ = state["conv1.weight"].shape
+    if channels != 3:
+        raise UserError(f"expected a network for RGB images (3 channels), found conv1 with {channels} channels")
+    if kernel % 2 == 0:
+        raise UserError(f"expected a first convolution of 3x3 or 7x7, found {kernel}x{kernel}; copy the file again")
+    spec["widths"] = widths
+    spec["stem"] = {"kernel": kernel, "stride": 2, "padding": kernel // 2, "pool": True}
+    if stem_width != widths[0]:
+        spec["stem"]["width"] = stem_width
+    if kernel >= 7:
+        return spec, ()
+    # A small stem is for small images; torchvision has none, and projects do not agree on the rest of it.
+    spec["stem"] |= {"stride": 1, "pool": pool_by_weights(state).kept}
+    return spec, ("stem.pool", "stem.padding", "stem.stride")
+
+
+def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """The torchvision network, other than a ResNet, whose names and shapes are these."""
+    for spec in _plausible(state):
+        try:
+            if not compare(skeleton(spec), state):
+                return spec
+        except UserError:  # no such network can be built for these shapes
+            continue
+    return None
+
+
+def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
+    """A backbone from a state dict with torchvision's names; ImageNet's mean and std are assumed.
+
+    Args:
+        stem: facts of a ResNet's stem that the file tells otherwise than by shapes.
+    """
+    state, arch = checkpoint.state, wanted.arch
+    open_facts: tuple[str, ...] = ()
+    spec: dict[str, Any] | None
+    if arch is not None and not torchvision_knows(arch):
+        raise UserError(
+            f"torchvision has no {arch!r}, and {checkpoint.path} has a ResNet's stem of its own: leave --arch"
+        )
+    if is_resnet(state):
+        spec, open_facts = resnet_spec(state)
+        if spec["depths"] not in RESNET_DEPTHS and not wanted.partial:
+            raise UserError(
+                f"{checkpoint.path} has {spec['depths']} blocks a stage, as no known ResNet: copy it again or, "
+                "if it was built so, pass --partial-weights"
+            )
+        spec["stem"] |= stem or {}
+        open_facts = tuple(fact for fact in open_facts if fact.removeprefix("stem.") not in (stem or {}))
+        if arch is not None:
+            _check_named_resnet(arch, spec, checkpoint)
+    else:
+        spec = _named_spec(arch, state) if arch is not None else identify(state)
+    if spec is None:
+        raise UserError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
+    network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
+    size = spec.get("kwargs", spec).get("image_size")
+    if spec["family"] == "torchvision_vit":
+        open_facts = ("heads",)
+    assumed = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
+    backbone = Backbone(
+        network, feature_dim, IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), spec, assumed
+    )
+    why = {"mean": "ImageNet's, the file does not say", "std": "ImageNet's, the file does not say"}
+    why["input_size"] = "by its position embeddings" if size else "usual for this network, the file does not say"
+    if "heads" in open_facts:
+        why["heads"] = f"{spec['num_heads']}, usual for a width of {spec['hidden_dim']}; no weight tells"
+    elif stem:
+        why["stem"] = "by the names of its layers"
+    elif open_facts:
+        why["stem"] = "by the shape of conv1 and its BatchNorm statistics; images can settle it"
+    return Loaded(backbone, Origin("torchvision", describe(spec), why=why), matched=matched)
+
+
+def _plausible(state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    for anchor, names in CANDIDATES.items():
+        if anchor in state:
+            yield from (_named_spec(name, state) for name in names)
+    if TRANSFORMER in state and (spec := _transformer_by_shapes(state)) is not None:
+        yield spec
+
+
+def _named_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"family": "torchvision", "name": name}
+    positions, patches = state.get("encoder.pos_embedding"), state.get("conv_proj.weight")
+    if positions is not None and patches is not None and (positions.ndim, patches.ndim) == (3, 4):
+        spec["kwargs"] = {"image_size": math.isqrt(max(positions.shape[1] - 1, 0)) * patches.shape[-1]}
+    return spec
+
+
+def _transformer_by_shapes(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """A vision transformer that is none of torchvision's named ones; its heads are those usual for its width."""
+    positions, patches = state.get("encoder.pos_embedding"), state.get("conv_proj.weight")
+    inner = state.get("encoder.layers.encoder_layer_0.mlp.0.weight")
+    if positions is None or patches is None or inner is None or (positions.ndim, patches.ndim) != (3, 4):
+        return None
+    width, patch = patches.shape[0], patches.shape[-1]
+    layers = {key.split(".")[2] for key in state if key.startswith("encoder.layers.")}
+    if width not in USUAL_HEADS or len(layers) not in TRANSFORMER_DEPTHS:
+        return None
+    return {
+        "family": "torchvision_vit",
+        "image_size": math.isqrt(max(positions.shape[1] - 1, 0)) * patch,
+        "patch_size": patch,
+        "num_layers": len(layers),
+        "num_heads": USUAL_HEADS[width],
+        "hidden_dim": width,
+        "mlp_dim": inner.shape[0],
+    }
+
+
+def _check_named_resnet(arch: str, spec: dict[str, Any], checkpoint: Checkpoint) -> None:
+    from torchvision import models
+
+    with torch.device("meta"):
+        expected = models.get_model(arch, weights=None).state_dict()
+    actual = skeleton(spec).state_dict()
+    # The stem may be adapted to small images and the widths reduced; other blocks are another network.
+    if {k for k in expected if not k.startswith(HEAD_PREFIXES)} != set(actual):
+        raise UserError(
+            f"--arch {arch} does not fit {checkpoint.path}: it is a ResNet of {spec['block']} blocks, "
+            f"{spec['depths']} a stage; leave --arch out"
+        )
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    return is_resnet(checkpoint.state) or identify(checkpoint.state) is not None
+
+
+def torchvision_knows(arch: str) -> bool:
+    """Whether torchvision has an image classifier of this name."""
+    from torchvision import models
+
+    return arch in models.list_models(module=models)
+
+
+formats.register("torchvision")(
+    CheckpointFormat("torchvision", _matches, load_torchvision, rank=50, knows=torchvision_knows)
+)

@@ -1,0 +1,241 @@
+"""Opening checkpoint files without running anything inside them, and finding the weights they hold."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cdc_plugin.checkpoints.locate import locate, read_sidecars
+from cdc_plugin.checkpoints.safe_pickle.containers import names_in_tar, read_archive, read_legacy
+from cdc_plugin.checkpoints.safe_pickle.machine import Refused
+from cdc_plugin.checkpoints.safe_pickle.names import (
+    InertRecord,
+    is_network,
+    payload_fields,
+    plain,
+    read_as_inert,
+    whole_number,
+)
+from cdc_plugin.errors import UserError
+
+__all__ = [
+    "Checkpoint",
+    "InertRecord",
+    "check_finite",
+    "find_state_dict",
+    "locate",
+    "payload_fields",
+    "plain",
+    "read_as_inert",
+    "read_checkpoint",
+    "strip_prefix",
+    "whole_number",
+]
+
+# Where training scripts keep the weights, most telling first; moving averages ("model_ema") are the formats' matter.
+WRAPPERS = (
+    *("state_dict", "model_state_dict", "model", "teacher", "student", "net", "network", "module"),
+    *("eval_model", "train_model", "phi1"),  # FixMatch's average and network; TURTLE's first task head
+)
+DATA_PARALLEL_PREFIXES = ("module.", "_orig_mod.")
+# Code that belongs to networks; a user who trusts the file may open it.
+NETWORK_PACKAGES = ("torch.", "torchvision.", "timm.")
+# No weight of a network that works is larger; a flipped exponent makes such numbers.
+LARGEST = 1e12
+ADVICE = "save its weights alone with torch.save(network.state_dict(), FILE)"
+TRUST = "or, if you trust whoever made it, pass --trust-checkpoint"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file that was read: its content, the small files beside it by name, and its weights."""
+
+    path: Path
+    payload: Any
+    sidecar: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def below(self, prefix: str) -> Checkpoint:
+        """The same file with the weights below a prefix alone, as if they had been saved by themselves."""
+        return replace(self, state=strip_prefix(self.state, prefix))
+
+
+def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
+    """Read a checkpoint file, or the latest in a run's folder, and make sure that it holds plausible weights.
+
+    Args:
+        trust: open pickled modules, which runs the code they name; never without the user's word.
+    """
+    file = locate(Path(path))
+    with file.open("rb") as stream:
+        head = stream.read(512)
+    payload = _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
+    if isinstance(payload, Mapping) and {"refiner", "digest"} <= payload.keys():
+        raise UserError(
+            f"{file} is the state of a run to go on with, not its model; cdc-refine --resume --out {file.parent} "
+            f"finishes an unfinished run, which is then given as {file.parent}"
+        )
+    state = find_state_dict(payload, file.name)
+    check_finite(state, file.name)
+    return Checkpoint(file, payload, read_sidecars(file), state)
+
+
+def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, Tensor]:
+    """The named weights inside a payload, wrappers' names and data-parallel prefixes taken away."""
+    found = _search(payload, depth=0)
+    if found is None:
+        keys = ", ".join(str(key)[:40] for key in list(payload)[:6]) if isinstance(payload, Mapping) else ""
+        kind = "nothing" if isinstance(payload, Mapping) else type(payload).__name__
+        raise UserError(
+            f"expected named tensors in {source}, found none (it holds: {keys or kind}); "
+            "save the network with torch.save(network.state_dict(), FILE)"
+        )
+    while True:
+        prefix = next((p for p in DATA_PARALLEL_PREFIXES if all(k.startswith(p) for k in found)), None)
+        if prefix is None:
+            return found
+        found = strip_prefix(found, prefix)
+
+
+def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The entries below a prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def check_finite(state: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights with NaN, infinite or absurd values, and variances below zero."""
+    spans = {key: _extremes(value) for key, value in state.items() if value.is_floating_point() and value.numel()}
+    broken = [key for key, (low, high) in spans.items() if not -LARGEST <= low <= high <= LARGEST]
+    diverged = [key for key in broken if not spans[key][1] - spans[key][0] < float("inf")]
+    if diverged:
+        raise UserError(
+            f"{source} has NaN or infinite values in {len(diverged)} of {len(state)} tensors, as {diverged[0]}; "
+            "its training diverged, take an earlier checkpoint"
+        )
+    negative = [key for key, (low, _) in spans.items() if key.endswith("running_var") and low < 0]
+    if broken or negative:
+        raise UserError(
+            f"{source} has impossible values in {[*broken, *negative][0]} (beyond {LARGEST:g}, or a variance "
+            "below zero): it is damaged; copy or download it again"
+        )
+
+
+def _extremes(values: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(values.float() if values.itemsize == 1 else values.detach())
+    return float(low), float(high)
+
+
+def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
+    if isinstance(payload, nn.Module):  # only a file that the user trusts yields one
+        payload = payload.state_dict()
+    if isinstance(payload, InertRecord):
+        payload = payload.entries
+    if not isinstance(payload, Mapping) or depth > 3:
+        return None
+    tensors = {k: v for k, v in payload.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    # A training payload may hold a stray tensor, a temperature say; weights are the bulk of their mapping.
+    if tensors and 2 * len(tensors) >= len(payload):
+        return tensors
+    inner = [payload[name] for name in WRAPPERS if name in payload]
+    if not inner:
+        holders = [v for v in payload.values() if _search(v, depth + 1) is not None]
+        inner = holders if len(holders) == 1 else []
+    return next((state for state in (_search(value, depth + 1) for value in inner) if state), None)
+
+
+def _is_safetensors(file: Path, head: bytes) -> bool:
+    """Told by content: the length of a JSON header, and the header; a broken file by its name."""
+    header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < file.stat().st_size
+    return header or (file.suffix == ".safetensors" and not head.startswith(b"PK"))
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file, device="cpu")
+    except (SafetensorError, OSError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{file} is not a whole safetensors file ({_brief(error)}); copy or download it again"
+        ) from error
+
+
+def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
+    try:
+        payload = _read_inert(file, head)
+    except Refused as error:
+        if trust:
+            return _read_trusted(file)
+        known = error.name.startswith(NETWORK_PACKAGES)
+        raise UserError(
+            f"{file} asks to run foreign code ({error.name[:100]}): refused; {ADVICE}{', ' + TRUST if known else ''}"
+        ) from None
+    holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
+    network = next((value for value in holders if is_network(value)), None)
+    if network is None:
+        return payload
+    if trust:
+        return _read_trusted(file)
+    raise UserError(
+        f"{file} holds a whole pickled network ({network.name}), opening it would run code: refused; {ADVICE}, {TRUST}"
+    )
+
+
+def _read_trusted(file: Path) -> Any:
+    """The payload, by running the code that the file names. The user has asked for it."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever that code raises
+        raise UserError(
+            f"{file} could not be opened although it is trusted ({type(error).__name__}: {_brief(error)}); "
+            "its classes must be installed as they were when it was saved"
+        ) from error
+
+
+def _read_inert(file: Path, head: bytes) -> Any:
+    archive = head.startswith(b"PK")
+    if head.startswith(b"version https://git-lfs"):
+        raise UserError(f"{file} is a Git LFS pointer, not the checkpoint; type: git lfs pull")
+    if archive:
+        _refuse_other_archives(file)
+    elif tarfile.is_tarfile(file):
+        names_in_tar(file)
+        raise UserError(f"{file} is a tar archive, not a checkpoint; unpack it and give the file inside")
+    try:
+        return read_archive(file) if archive else read_legacy(file)
+    except Refused:
+        raise
+    except Exception as error:  # damage shows itself in many ways, and all of them end here
+        if not archive and not head.startswith(b"\x80"):
+            kind = "text" if re.fullmatch(rb"[\x09\x0a\x0d\x20-\x7e\x80-\xff]*", head) else "something else"
+            raise UserError(
+                f"expected a torch or safetensors checkpoint, but {file} is {kind}; check the path"
+            ) from None
+        raise UserError(f"{file} is damaged or cut short ({_brief(error)}); copy or download it again") from error
+
+
+def _refuse_other_archives(file: Path) -> None:
+    try:
+        with zipfile.ZipFile(file) as opened:
+            names = opened.namelist()
+    except Exception as error:  # a damaged directory shows itself in many ways
+        size = file.stat().st_size
+        raise UserError(f"{file} is damaged or cut short ({size} bytes); copy or download it again") from error
+    if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
+        raise UserError(f"{file} is a TorchScript archive, that is code: refused; save a state_dict")
+    if not any(name.endswith("data.pkl") for name in names):
+        raise UserError(f"{file} is a zip archive, not a checkpoint; unpack it and give the file inside")
+
+
+def _brief(error: Exception) -> str:
+    """An error's own words, on one line."""
+    return " ".join(str(error).split())[:120] or type(error).__name__

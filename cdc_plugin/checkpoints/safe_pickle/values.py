@@ -1,0 +1,253 @@
+"""The values that a checkpoint's pickle is made of, built by hand: tensors, numpy arrays and numbers, paths, bytes."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdc_plugin.checkpoints.safe_pickle.names import ForeignName, InertRecord
+
+# torch's names of the storage classes; quantised ones are of no use here.
+STORAGE_TYPES = {
+    **{"Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16},
+    **{"Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8},
+    **{"Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128},
+    "Untyped": torch.uint8,
+}
+# A tensor may repeat a few numbers (stride 0), but not into gigabytes.
+EXPANDED = 1_000_000
+DEPTH, NODES = 200, 10_000_000
+NUMPY_TYPES = r"b1|[iu][1248]|f(2|4|8)|c(8|16)|[US]\d{1,6}"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The numbers of one or several tensors, one after the other."""
+
+    numbers: Tensor
+
+
+class NumpyKind:
+    """numpy's dtype, of plain numbers and text only.
+
+    Args:
+        text: as numpy abbreviates it, "f8".
+    """
+
+    def __init__(self, text: Any, *_: Any) -> None:
+        self.text, self.order = text, "<"
+
+    def restore(self, state: Any) -> None:
+        """Take the byte order; the rest describes types that are not read."""
+        if isinstance(state, tuple) and len(state) > 1 and isinstance(state[1], str) and state[1] in "<>|=":
+            self.order = state[1]
+
+    def resolve(self) -> np.dtype[Any] | None:
+        """The type itself; None for objects, dates and records, which are not read."""
+        if not isinstance(self.text, str) or not re.fullmatch(NUMPY_TYPES, self.text):
+            return None
+        return np.dtype(self.text).newbyteorder(">" if self.order == ">" else "<")
+
+
+def storage_type(name: Any) -> torch.dtype:
+    """The number type of a storage class, as ``torch.FloatStorage``."""
+    found = (
+        re.fullmatch(r"torch\.(?:cuda\.|storage\.)?(\w+)Storage", name.name) if isinstance(name, ForeignName) else None
+    )
+    if found is None or found.group(1) not in STORAGE_TYPES:
+        raise pickle.UnpicklingError(f"{getattr(name, 'name', name)} is no kind of numbers that can be read")
+    return STORAGE_TYPES[found.group(1)]
+
+
+def rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+    """A tensor over a part of a storage, if that part exists."""
+    if not isinstance(storage, Storage):
+        raise pickle.UnpicklingError("a tensor has no numbers")
+    sizes, strides = tuple(size), tuple(stride)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (offset, *sizes, *strides))
+    if not whole or len(sizes) != len(strides) or len(sizes) > 32:
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes[:8]} is impossible")
+    count, stored = math.prod(sizes), storage.numbers.numel()
+    last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if count else 0
+    if count and (last >= stored or count > max(stored, EXPANDED)):
+        raise pickle.UnpicklingError(f"a tensor of shape {sizes[:8]} needs more numbers than the file has")
+    return storage.numbers.as_strided(sizes, strides, offset if count else 0)
+
+
+def rebuild_typed_tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, kind: Any, *_: Any
+) -> Tensor:
+    """As ``rebuild_tensor``, of a number type that has no storage class of its own."""
+    if not isinstance(storage, Storage) or not isinstance(kind, torch.dtype):
+        raise pickle.UnpicklingError("a tensor has no numbers")
+    return rebuild_tensor(Storage(storage.numbers.view(kind)), offset, size, stride)
+
+
+def fill_array(array: np.ndarray[Any, Any], state: Any) -> None:
+    """Give an array that was begun empty its type, shape and numbers."""
+    _, shape, kind, fortran, content = state
+    dtype = kind.resolve() if isinstance(kind, NumpyKind) else None
+    if dtype is None:
+        return  # it stays empty: no weight is such an array
+    content = content.encode("latin1") if isinstance(content, str) else content
+    whole = isinstance(content, bytes) and all(type(n) is int and n >= 0 for n in shape)
+    if not whole or math.prod(shape) * dtype.itemsize != len(content):
+        raise pickle.UnpicklingError("a numpy array has not the bytes that its shape asks for")
+    array.__setstate__((1, tuple(shape), dtype, bool(fortran), content))  # type: ignore[arg-type]
+
+
+def check_size(root: Any) -> None:
+    """Refuse values nested so deeply, or shared so often, that walking through them would not end."""
+    known: dict[int, tuple[int, int]] = {}  # depth and number of nodes below a container
+    begun: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        value, ended = waiting.pop()
+        inside = _inside(value)
+        if ended:
+            below = [known.get(id(child), (0, 1)) for child in inside]
+            depth, nodes = 1 + max(d for d, _ in below), 1 + sum(n for _, n in below)
+            if depth > DEPTH or nodes > NODES:
+                raise pickle.UnpicklingError("its content is nested beyond reason")
+            known[id(value)] = (depth, nodes)
+        elif inside and id(value) not in begun:
+            begun.add(id(value))
+            waiting.append((value, True))
+            waiting.extend((child, False) for child in inside)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, InertRecord):
+        return [value.arguments, value.fields, value.entries, value.members]
+    return []
+
+
+def _tensor_itself(data: Any, *_: Any) -> Tensor:
+    if isinstance(data, np.ndarray):
+        data = torch.from_numpy(data)
+    if not isinstance(data, Tensor):
+        raise pickle.UnpicklingError("a parameter is no tensor")
+    return data
+
+
+def _scalar(kind: Any, content: Any = b"") -> Any:
+    """A numpy number as Python's own."""
+    dtype = kind.resolve() if isinstance(kind, NumpyKind) else None
+    if dtype is None:
+        return InertRecord("numpy.generic", (kind, content))
+    content = content.encode("latin1") if isinstance(content, str) else content
+    if not isinstance(content, bytes) or len(content) != dtype.itemsize:
+        raise pickle.UnpicklingError("a numpy number has not the bytes that its type asks for")
+    return np.frombuffer(content, dtype)[0].item() if content else ""
+
+
+def _begun_array(*_: Any) -> np.ndarray[Any, Any]:
+    return np.empty(0, np.uint8)
+
+
+def _buffered_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
+    array = _begun_array()
+    fill_array(array, (1, shape, kind, order == "F", bytes(content) if isinstance(content, bytearray) else content))
+    return array
+
+
+def _path(flavour: Callable[..., pathlib.PurePath]) -> Callable[..., str]:
+    return lambda *parts: str(flavour(*(str(part) for part in parts)))
+
+
+def _mapping(*arguments: Any) -> dict[Any, Any]:
+    """A dictionary; what it was begun with is a dictionary or, from Python 2, a list of pairs."""
+    begun = arguments[-1] if arguments else None
+    if isinstance(begun, dict):
+        return dict(begun)
+    if isinstance(begun, list) and all(isinstance(p, list | tuple) and isinstance(p[0], str | int) for p in begun):
+        return {pair[0]: pair[1] for pair in begun}
+    return {}
+
+
+def _sequence(*arguments: Any) -> list[Any]:
+    return list(arguments[0]) if arguments and isinstance(arguments[0], list | tuple) else []
+
+
+def _set(*arguments: Any) -> set[Any]:
+    items = _sequence(*arguments)
+    if not all(isinstance(item, str | int | float | bytes | None) for item in items):
+        raise pickle.UnpicklingError("a set holds what cannot be compared")
+    return set(items)
+
+
+def _bytes(content: Any = b"", encoding: Any = "latin1") -> bytes:
+    if isinstance(content, str) and encoding in ("latin1", "latin-1", "utf-8", "ascii"):
+        return content.encode(encoding)
+    if not isinstance(content, bytes | bytearray):
+        raise pickle.UnpicklingError("bytes are expected")
+    return bytes(content)
+
+
+def _text(value: Any = "", *_: Any) -> str:
+    return str(value)[:1000] if isinstance(value, str | int) else ""
+
+
+def _counted(*arguments: Any) -> tuple[Any, ...]:
+    return tuple(_sequence(*arguments))
+
+
+def _complex(*parts: Any) -> Any:
+    return complex(*(float(part) for part in parts)) if len(parts) == 2 else InertRecord("builtins.complex", parts)
+
+
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": rebuild_typed_tensor,
+    "torch._utils._rebuild_parameter": _tensor_itself,
+    "torch._utils._rebuild_parameter_with_state": _tensor_itself,
+    "torch._utils._rebuild_device_tensor_from_numpy": _tensor_itself,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _tensor_itself,
+    "torch.nn.parameter.Parameter": _tensor_itself,
+    "torch.Size": _counted,
+    "torch.device": _text,
+    "torch.torch_version.TorchVersion": _text,
+    "torch.serialization._get_layout": _text,
+    "numpy.dtype": NumpyKind,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray._reconstruct": _begun_array,
+    "numpy._core.multiarray._reconstruct": _begun_array,
+    "numpy.core.numeric._frombuffer": _buffered_array,
+    "numpy._core.numeric._frombuffer": _buffered_array,
+    "collections.OrderedDict": _mapping,
+    "collections.defaultdict": _mapping,
+    "collections.Counter": _mapping,
+    "collections.deque": _sequence,
+    "builtins.dict": _mapping,
+    "builtins.list": _sequence,
+    "builtins.tuple": _counted,
+    "builtins.set": _set,
+    "builtins.frozenset": _set,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "builtins.complex": _complex,
+    "_codecs.encode": _bytes,
+    **{
+        f"pathlib.{part}{name}": _path(flavour)
+        for part in ("", "_local.")
+        for name, flavour in {
+            **dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath"), pathlib.PurePosixPath),
+            **dict.fromkeys(("WindowsPath", "PureWindowsPath"), pathlib.PureWindowsPath),
+        }.items()
+    },
+}

@@ -1,0 +1,134 @@
+"""Weights go into a network whole or not at all: every name and shape must agree, or the error says which."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build, skeleton
+
+# A classifier that the features do not pass through; its weights may stay behind.
+HEAD_PREFIXES = ("fc.", "head.", "heads.", "head_dist.", "classifier.")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names on which a network and a state dict disagree."""
+
+    matched: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misshapen: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.misshapen)
+
+
+class WeightsMismatchError(UserError):
+    """Weights that do not fit: the error's one line names a few, ``differences`` and ``shapes`` hold them all."""
+
+    def __init__(self, message: str, differences: Differences, shapes: Mapping[str, tuple[Shape, Shape]]) -> None:
+        super().__init__(message)
+        self.differences = differences
+        self.shapes = dict(shapes)  # misshapen weights: found, expected
+
+
+def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
+    """What a strict load would object to, a dropped classifier and absent batch counters aside."""
+    wanted = network.state_dict()
+    shared = [key for key in wanted if key in state]
+    misshapen = [key for key in shared if wanted[key].shape != state[key].shape or _mistyped(wanted[key], state[key])]
+    missing = [key for key in wanted if key not in state and not key.endswith("num_batches_tracked")]
+    unexpected = [key for key in state if key not in wanted and not key.startswith(HEAD_PREFIXES)]
+    return Differences(len(shared) - len(misshapen), tuple(missing), tuple(unexpected), tuple(misshapen))
+
+
+def build_with_weights(
+    spec: Mapping[str, Any], state: Mapping[str, Tensor], source: str, partial: bool = False
+) -> tuple[nn.Module, int, float]:
+    """The network of a spec with its weights, its number of features, and the share of weights that matched."""
+    if not partial:  # before shapes that no network has ask for memory
+        _refuse_differences(skeleton(spec), state, source)
+    try:
+        network, feature_dim = build(spec)
+    except (RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise UserError(f"the network of {source} cannot be built ({reason}); copy the file again") from error
+    return network, feature_dim, load_weights(network, state, source, partial)
+
+
+def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str, partial: bool = False) -> float:
+    """Copy the weights into the network and return the share that matched: all, unless ``partial`` allows less."""
+    if not partial:
+        load_strictly(network, state, source)
+        return 1.0
+    differences, wanted = compare(network, state), network.state_dict()
+    if not differences.matched:
+        raise _mismatch(differences, network, state, source)
+    usable = set(wanted) - set(differences.misshapen)
+    fitting = {k: v.to(wanted[k].dtype) for k, v in state.items() if k in usable}
+    network.load_state_dict(fitting, strict=False)
+    lost = len(differences.missing) + len(differences.misshapen)
+    return differences.matched / (differences.matched + lost)
+
+
+def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Copy the weights into the network, or raise with counts and the names nearest to those not found."""
+    _refuse_differences(network, state, source)
+    wanted = network.state_dict()
+    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
+
+
+def _refuse_differences(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    differences = compare(network, state)
+    if differences:
+        raise _mismatch(differences, network, state, source)
+
+
+def nearest(key: str, others: Sequence[str]) -> str | None:
+    """The name most like a key, if any is like it at all."""
+    near = difflib.get_close_matches(key, others[:500], n=1)
+    return near[0] if near else None
+
+
+def _mismatch(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> WeightsMismatchError:
+    wanted = network.state_dict()
+    shapes = {key: (tuple(state[key].shape), tuple(wanted[key].shape)) for key in found.misshapen}
+    return WeightsMismatchError(_explain(found, network, state, source), found, shapes)
+
+
+def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
+    wanted = network.state_dict()
+    parts = [
+        f"{source} does not fit the network: {found.matched} of {len(wanted)} weights match, "
+        f"{len(found.missing)} missing, {len(found.unexpected)} unexpected, {len(found.misshapen)} misshapen"
+    ]
+    if found.missing:
+        parts.append("missing " + ", ".join(_with_nearest(k, found.unexpected) for k in found.missing[:5]))
+    if found.unexpected:
+        parts.append("unexpected " + ", ".join(_with_nearest(k, found.missing) for k in found.unexpected[:5]))
+    if found.misshapen:
+        shapes = [f"{k} {_form(state[k])} for {_form(wanted[k])}" for k in found.misshapen[:5]]
+        parts.append("shapes " + ", ".join(shapes))
+    return "; ".join(parts) + "; pass the --arch it was trained with"
+
+
+def _mistyped(wanted: Tensor, found: Tensor) -> bool:
+    """Fractions of any precision are alike; whole or complex numbers in their place are not the trained weights."""
+    return wanted.is_floating_point() and not found.is_floating_point()
+
+
+def _form(tensor: Tensor) -> str:
+    kind = "" if tensor.is_floating_point() else f" {tensor.dtype}".replace("torch.", "")
+    return f"{tuple(tensor.shape)}{kind}"
+
+
+def _with_nearest(key: str, others: tuple[str, ...]) -> str:
+    near = nearest(key, others)
+    return f"{key} (near: {near})" if near else key

@@ -1,0 +1,236 @@
+"""The command ``cdc-compare``: arguments to a grid of methods and seeds; the table is printed.
+
+Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdc_plugin import __version__
+from cdc_plugin.cli.refine import _guard, _log_to_terminal
+from cdc_plugin.errors import UserError
+
+if TYPE_CHECKING:
+    from cdc_plugin.comparison.datasets import SetOfImages
+    from cdc_plugin.comparison.request import TableRecipe
+
+DEFAULT_RECIPE = "tables/main"
+SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)?=")
+
+EPILOG = """examples:
+  cdc-compare --demo --methods kmeans,scan2,cdc --seeds 2
+  cdc-compare --backbone checkpoint.pth --data photos/ --clusters 10 --methods cdc,fixed-0.95,flexmatch --seeds 5
+  cdc-compare --recipe tables/ablation --backbone checkpoint.pth --data photos/ --clusters 10 --out runs/ablation
+  cdc-compare --recipe tables/ood --backbone b.pt --data photos/ --clusters 10 --ood textures.npz holiday/
+  cdc-compare --methods cdc,cdc:hidden=256,cdc:mini_clusters=40:batch_size=500 --backbone b.pt --data x.npz --clusters 9
+  cdc-compare --recipe tables/main --full --backbone 'checkpoints/{set}.ckpt'  # the paper's six sets, on a GPU
+
+The same command with the same --out goes on where it was interrupted, and runs no finished cell again.
+key=value settings are those of cdc-refine and hold for all methods. Labels are for the table only.
+"""
+
+
+def compare_command(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``cdc-compare``."""
+    _guard(_compare, compare_parser(), arguments)
+
+
+def compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cdc-compare",
+        description="Run clustering methods side by side on your own images and checkpoint: CDC, its parts exchanged "
+        "one by one, and its opponents, over several seeds. Writes tables and report.html.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to compare")
+    what.add_argument("--methods", nargs="+", metavar="A,B,C", help="names, as --list-methods gives them")
+    what.add_argument("--seeds", metavar="N", help="how many (5), or which (0,3,7)")
+    what.add_argument(
+        "--recipe", metavar="NAME", help=f"methods and seeds of one of the paper's tables, as {DEFAULT_RECIPE}"
+    )
+    what.add_argument("--full", action="store_true", help="the recipe's own data sets and seeds, as in the paper")
+    on = parser.add_argument_group("what to run on")
+    on.add_argument("--backbone", nargs="+", metavar="FILE", help="checkpoint; several for several sets of images")
+    on.add_argument(
+        "--data", nargs="+", metavar="PATH_OR_NAME", help="image folder, .npz, tar shards, name; may be several"
+    )
+    on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
+    on.add_argument("--ood", nargs="+", default=[], metavar="PATH_OR_NAME", help="images of none of the clusters")
+    on.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
+    on.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
+    on.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
+    on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="of every training (default: 60 %% of what cdc-refine takes, at least 10)",
+    )
+    how.add_argument("--freeze-backbone", action="store_true", help="train heads only, on cached features")
+    how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one a core, on a GPU one)")
+    how.add_argument("--device", metavar="D", help="auto (default), cpu, cuda, cuda:1, mps")
+    how.add_argument("overrides", nargs="*", metavar="key=value", help="any setting of cdc-refine, for all methods")
+    where = parser.add_argument_group("where the results go")
+    where.add_argument("--out", metavar="DIR", help="result folder (default: a new one below cdc-runs)")
+    where.add_argument("--overwrite", action="store_true", help="start anew in --out")
+    where.add_argument("--keep-models", action="store_true", help="keep every cell's model, for cdc-predict and others")
+    other = parser.add_argument_group("other")
+    other.add_argument("--list-methods", action="store_true", help="name all methods and stop")
+    other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
+    other.add_argument("--quiet", action="store_true", help="print the table only")
+    other.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    return parser
+
+
+def _compare(options: argparse.Namespace) -> None:
+    if options.list_methods:
+        print(method_list())
+        return
+    from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe, table_names, table_summary
+
+    if options.list_recipes:
+        for name in table_names():
+            print(f"{name:20s} {table_summary(name)}")
+        return
+    take_settings_out(options)
+    if options.full and not options.recipe:
+        raise UserError("--full runs a recipe on the data sets of the paper; say which, as --recipe tables/main")
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"--jobs must be at least 1, found {options.jobs}")
+    recipe = read_table_recipe(options.recipe or DEFAULT_RECIPE, options.full)
+    methods = parse_methods(options.methods or list(recipe.methods))
+    seeds = parse_seeds(options.seeds or str(recipe.seeds))
+    sets = sets_of(options, recipe)
+    if not options.quiet:
+        _log_to_terminal()
+    else:
+        logging.getLogger("cdc_plugin").addHandler(logging.NullHandler())
+    from cdc_plugin.comparison.export import to_text
+    from cdc_plugin.comparison.run import run_comparison
+
+    compared = run_comparison(
+        sets,
+        methods,
+        seeds,
+        options.out,
+        jobs=options.jobs,
+        keep_models=options.keep_models,
+        overwrite=options.overwrite,
+        title=recipe.title if options.recipe else "",
+        columns=recipe.columns if options.recipe else (),
+        command=shlex.join(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None,
+    )
+    width = shutil.get_terminal_size((160, 24)).columns
+    print(to_text(compared.rows, recipe.columns if options.recipe and recipe.columns else None, width))
+    for sentence in compared.verdicts:
+        print(sentence)
+    for name, reason in compared.failures.items():
+        print(f"failed: {name}: {reason}")
+    print(f"results: {compared.folder} (open report.html in a browser)")
+    if compared.failures:
+        sys.exit(1)
+
+
+def take_settings_out(options: argparse.Namespace) -> None:
+    """Move key=value words behind options that take several values to where they belong."""
+    for name in ("methods", "backbone", "data", "clusters", "ood"):
+        given = getattr(options, name) or []
+        settings = [word for word in given if SETTING.match(word)]
+        options.overrides += settings
+        setattr(options, name, [word for word in given if word not in settings])
+
+
+def method_list() -> str:
+    """All methods by group, and how to vary them."""
+    from cdc_plugin.comparison.methods import METHODS
+
+    lines: list[str] = []
+    for group in dict.fromkeys(method.group for method in METHODS.values()):
+        lines += [f"{group}:"]
+        lines += [
+            f"  {m.name:17s} {m.rows[0] if len(m.rows) == 1 else ' and '.join(m.rows)}: {m.summary}"
+            for m in METHODS.values()
+            if m.group == group
+        ]
+    lines += [
+        "retrofit:",
+        "  scan2+cdc, scan3+cdc, secu+cdc, secu-size+cdc, cc+cdc, spice+cdc: CDC as a second stage, from their head on",
+        "variants:",
+        "  cdc:hidden=256, cdc:mini_clusters=40:batch_size=500, cdc:batch_size=50%:mini_clusters=10%, ...:",
+        "  any setting of cdc-refine after a colon; B may be a share of its default, K a share of B",
+    ]
+    return "\n".join(lines)
+
+
+def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[SetOfImages]:
+    """The sets of images, each with its backbone, as options or the recipe name them."""
+    from cdc_plugin.comparison.datasets import SetOfImages
+
+    flags: dict[str, Any] = {name: getattr(options, name) for name in ("format", "arch", "epochs", "device")}
+    flags |= {
+        "labels": False if options.no_labels else None,
+        "freeze_backbone": True if options.freeze_backbone else None,
+    }
+    words = (*recipe.settings, *options.overrides)
+    outside = tuple(options.ood) or recipe.outside
+    if options.full and not options.data:
+        return [
+            SetOfImages(name, name, {**flags, "backbone": _pattern(options.backbone, name)}, words, outside)
+            for name in recipe.sets
+        ]
+    if options.demo:
+        from cdc_plugin.config.demo import demo_settings
+
+        return [SetOfImages("digits", "digits", {**demo_settings(), **_said(flags)}, words, outside)]
+    missing = [name for name in ("backbone", "data") if not getattr(options, name)]
+    if missing:
+        raise UserError(f"missing --{', --'.join(missing)}; cdc-compare --help shows how a comparison is started")
+    count = len(options.data)
+    backbones = _as_many(options.backbone, count, "--backbone")
+    clusters = _as_many([_whole(word) for word in options.clusters] or [None], count, "--clusters")
+    names = [Path(data).stem or data for data in options.data]
+    if len(set(names)) < count:
+        names = [str(Path(data)) for data in options.data]
+    if len(set(names)) < count:
+        raise UserError("--data names the same images twice")
+    return [
+        SetOfImages(name, None, {**flags, "backbone": backbone, "data": data, "clusters": number}, words, outside)
+        for name, backbone, data, number in zip(names, backbones, options.data, clusters, strict=True)
+    ]
+
+
+def _said(flags: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flags.items() if value is not None}
+
+
+def _as_many(values: list[Any], count: int, option: str) -> list[Any]:
+    """One value for each set; a single one stands for all."""
+    if len(values) == 1:
+        return values * count
+    if len(values) != count:
+        raise UserError(f"{option} takes one value, or one for each of the {count} sets in --data; found {len(values)}")
+    return values
+
+
+def _whole(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise UserError(f"--clusters takes whole numbers, found {word!r}") from None
+
+
+def _pattern(backbones: list[str] | None, name: str) -> str:
+    if not backbones or "{set}" not in backbones[0]:
+        raise UserError("--full needs a backbone for each set: --backbone 'checkpoints/{set}.ckpt'")
+    return backbones[0].replace("{set}", name)

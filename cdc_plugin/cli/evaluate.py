@@ -1,0 +1,152 @@
+"""The command ``cdc-evaluate``: arguments to a call of ``assessment``; figures and paths are printed.
+
+Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdc_plugin import __version__
+from cdc_plugin.cli.refine import _guard, _log_to_terminal, _percent, unreadable
+from cdc_plugin.errors import UserError
+
+if TYPE_CHECKING:
+    from cdc_plugin.evaluation.report_record import Report
+
+EPILOG = """examples:
+  cdc-evaluate --model runs/photos  # on the images it was refined on
+  cdc-evaluate --model runs/photos --data new_photos/ --ood textures.npz holiday/
+  cdc-evaluate --model scan_model.pth.tar --data cifar10  # an older clustering model, as it is
+  cdc-evaluate --compare scan_model.pth.tar runs/retrofit --data cifar10 --out runs/comparison
+
+Labels, where the images have them, are for the report only.
+"""
+OVERCONFIDENT = 0.05  # confidence this far above the accuracy is worth a warning
+
+BY = {"distance": "distance", "the model as it is": "confidence"}
+
+
+def evaluate_command(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``cdc-evaluate``."""
+    _guard(_evaluate, evaluate_parser(), arguments)
+
+
+def evaluate_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cdc-evaluate",
+        description="Report on a clustering model as it is: how good its clusters are, and whether its confidence "
+        "is true. Writes report.html, report.json and predictions.csv.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", metavar="PATH", help="result folder of cdc-refine, or a clustering checkpoint")
+    parser.add_argument("--compare", nargs="+", metavar="PATH", default=[], help="models to put side by side")
+    parser.add_argument("--names", nargs="+", metavar="NAME", default=[], help="what to call the compared models")
+    parser.add_argument("--data", metavar="PATH_OR_NAME", help="images (default: those that the model was refined on)")
+    parser.add_argument(
+        "--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help="images that belong to none of the clusters"
+    )
+    parser.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
+    parser.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
+    parser.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
+    parser.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
+    parser.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
+    parser.add_argument("--out", metavar="DIR", help="folder for the report (default: a new one below cdc-runs)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the report files in --out, no others")
+    parser.add_argument("--quiet", action="store_true", help="print the outcome only")
+    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    return parser
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    models = [options.model, *options.compare] if options.model else options.compare
+    if not models:
+        raise UserError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
+    if options.names and not options.compare:
+        raise UserError("--names are for models that are compared; give these with --compare")
+    log = logging.getLogger("cdc_plugin")
+    if options.quiet:
+        log.addHandler(logging.NullHandler())  # without any, Python prints warnings itself
+    else:
+        _log_to_terminal()
+        log.setLevel(logging.INFO)
+    from cdc_plugin.evaluation.evaluate import compare, evaluate
+
+    how: dict[str, Any] = {
+        **{name: getattr(options, name) for name in ("data", "ood", "out", "overwrite", "head", "format", "arch")},
+        "labels": not options.no_labels,
+        "device": options.device,
+    }
+    reports = compare(models, names=options.names, **how) if options.compare else [evaluate(models[0], **how)]
+    print(outcome(reports))
+    folder = reports[0].folder
+    assert folder is not None
+    print(f"report: {(folder.parent if options.compare else folder) / 'report.html'}")
+
+
+def outcome(reports: list[Report]) -> str:
+    """The figures of one model or several, what to beware of, and images from elsewhere."""
+    from cdc_plugin.report.of_evaluation import TITLES
+
+    found = [report.metrics for report in reports]
+    names = [f"{metrics['model']['name']}: " if len(found) > 1 else "" for metrics in found]
+    labelled = found[0]["labels"]
+    rows = [
+        (name + TITLES[key], figures)
+        for name, metrics in zip(names, found, strict=True)
+        for key, figures in metrics["after"].items()
+        if labelled or key != "kmeans"
+    ]
+    lines = ["", *_table("in %", ["ACC", "NMI", "ARI", "ECE", "CONF"] if labelled else ["CONF"], rows), ""]
+    for number, outside in enumerate(found[0]["outside"]):
+        rows = [
+            (f"{name}by {BY.get(by, f'confidence, {by}')}", figures)
+            for name, metrics in zip(names, found, strict=True)
+            for by, figures in metrics["outside"][number]["scores"].items()
+        ]
+        title = f"told from {outside['images']} images of {Path(outside['data']).name}, in %"
+        lines += [*_table(title, ["AUROC", "FPR95", "AUPR"], rows), ""]
+    for name, metrics in zip(names, found, strict=True):
+        sorted_into = f"{metrics['images']} images in {metrics['clusters']} clusters"
+        expected = f"expected accuracy {metrics['label_free']['expected_accuracy']:.1%} (mean confidence)"
+        lines += [f"{name}{line}" for line in (f"{sorted_into}; {expected}", *cautions(metrics))]
+    return "\n".join(lines)
+
+
+def cautions(metrics: dict[str, Any]) -> list[str]:
+    """What the user should beware of; over-confidence can be measured only where there are labels."""
+    lines = [f"warning: {warning['text']}" for warning in metrics["label_free"].get("warnings", [])]
+    classes, clusters = metrics["classes"], metrics["clusters"]
+    if classes is not None and classes != clusters:
+        lines.append(
+            f"note: the images have {classes} classes, the model {clusters} clusters; ACC pairs them one to one"
+        )
+    figures = list(metrics["after"].values())[-1]
+    if classes is not None and figures["CONF"] - figures["ACC"] > OVERCONFIDENT:
+        stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
+        lines.append(f"warning: the model is over-confident: {stated}{_advice(metrics)}")
+    if metrics["skipped"]:
+        lines.append(unreadable(len(metrics["skipped"])))
+    return lines
+
+
+def _advice(metrics: dict[str, Any]) -> str:
+    """How to mend an old model, which has one head; one that was refined is not refined again for it."""
+    if metrics["model"]["heads"] != 1:
+        return ""
+    backbone, data = (shlex.quote(str(word)) for word in (metrics["model"]["path"], metrics["data"]))
+    options = "".join(f" {word}" for word in metrics["model"]["options"])
+    return f"; to calibrate it: cdc-refine --backbone {backbone}{options} --data {data} --init keep"
+
+
+def _table(title: str, columns: Sequence[str], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    width = 2 + max(len(title), *(len(label) for label, _ in rows))
+    head = f"{title:{width}s}" + "".join(f"{name:>7s}" for name in columns)
+    cells = ["".join(f"{_percent(figures.get(name)):>7s}" for name in columns) for _, figures in rows]
+    return [head, *(f"{label:{width}s}{line}" for (label, _), line in zip(rows, cells, strict=True))]

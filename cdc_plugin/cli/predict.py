@@ -1,0 +1,259 @@
+"""The command ``cdc-predict``: new images into clusters, those to rely on marked, some to check by hand.
+
+Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cdc_plugin import __version__
+from cdc_plugin.cli.refine import _guard
+from cdc_plugin.errors import UserError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from cdc_plugin.evaluation.models import Subject
+    from cdc_plugin.evaluation.predict import Prediction, Predictor
+    from cdc_plugin.metrics.selective import Acceptance
+    from cdc_plugin.training.distributed import World
+
+Made = TypeVar("Made")
+AUDIT_SIDE = 224  # pixels at which a person can tell what an image shows
+EPILOG = """examples:
+  cdc-predict --model runs/photos --data new_photos/ --out new.csv
+  cdc-predict --model runs/photos --data new_photos/ --out new.csv --min-confidence 0.9
+  cdc-predict --model runs/photos --data new_photos/ --out new.parquet --target-accuracy 0.95
+  cdc-predict --model runs/photos --data new_photos/ --out sorted/ --to folders
+  cdc-predict --model runs/photos --data new_photos/ --out check/ --audit 100  # 100 images to check by hand
+  cdc-predict --answers check/  # what the answers say of the accuracy
+
+Images of any number are read one chunk after the other. Labels are not looked at.
+Of many images, finished parts are kept beside --out: after a fault the same command goes on with the others.
+Several GPUs or machines share the work: torchrun --nproc-per-node 4 -m cdc_plugin predict --model ...
+"""
+
+
+def predict_command(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of ``cdc-predict``."""
+    _guard(_predict, predict_parser(), arguments)
+
+
+def predict_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cdc-predict",
+        description="Sort new images into the clusters of a finished run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what to sort")
+    what.add_argument("--model", metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint")
+    what.add_argument("--data", metavar="PATH_OR_NAME", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
+    what.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
+    what.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
+    what.add_argument("--batch-size", type=int, default=256, metavar="B", help="images at once (default 256)")
+
+    where = parser.add_argument_group("where it goes")
+    where.add_argument("--out", metavar="PATH", help="table to write, or a folder where --to or --audit make one")
+    where.add_argument(
+        "--to",
+        metavar="FORMAT",
+        help="csv, parquet, folders, label-studio, fiftyone or cvat (default: by the ending of --out)",
+    )
+    where.add_argument("--overwrite", action="store_true", help="replace what is at --out")
+
+    which = parser.add_argument_group("which predictions to rely on (column selected; no row is dropped)")
+    sure = which.add_mutually_exclusive_group()
+    sure.add_argument("--min-confidence", type=float, metavar="P", help="those at least so sure, such as 0.9")
+    sure.add_argument(
+        "--target-accuracy",
+        type=float,
+        metavar="P",
+        help="as many as possible, so that their mean confidence reaches P, such as 0.95",
+    )
+
+    check = parser.add_argument_group("check by hand")
+    check.add_argument(
+        "--audit", type=int, metavar="N", help="write N images, drawn by confidence, to the folder --out"
+    )
+    check.add_argument("--seed", type=int, default=0, metavar="S", help="of the drawing (default 0)")
+    check.add_argument("--answers", metavar="FILE", help="read the answers back; needs no model and no data")
+    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    return parser
+
+
+def _predict(options: argparse.Namespace) -> None:
+    if options.answers is not None:
+        _tell_answers(options)
+        return
+    if os.environ.get("RANK", "0") == "0":  # torchrun ends the others, and one says why
+        _check(options)
+    from cdc_plugin.evaluation.models import open_subject
+    from cdc_plugin.evaluation.part_files import parts_beside, remove_parts
+    from cdc_plugin.evaluation.predict import prepare
+    from cdc_plugin.evaluation.predict_resume import predict_in_parts
+    from cdc_plugin.training.device import choose_device
+    from cdc_plugin.training.distributed import joined
+    from cdc_plugin.training.progress import log, progress
+
+    def start() -> tuple[Subject, Predictor]:
+        subject = open_subject(options.model, head=options.head)
+        device = choose_device(options.device)
+        return subject, prepare(subject.model, options.data, device, options.batch_size)
+
+    folder = parts_beside(Path(options.out))
+    with joined() as world:
+        if not world.main:
+            log.setLevel("ERROR")  # what is to be said of model and images is said once
+        subject, predictor = _main_first(world, start)
+        found = predict_in_parts(predictor, folder, world, progress)
+    if found is None:
+        return
+    chosen = _select(options, found)
+    more = {} if chosen is None else {"selected": chosen.mask}
+    if options.audit is None:
+        _write(options, found, more, folder)
+    else:
+        _write_audit(options, found, more)
+    _tell(found, chosen)
+    remove_parts(folder)
+    _warn_of_confidence(subject, chosen is not None)
+
+
+def _main_first(world: World, make: Callable[[], Made]) -> Made:
+    """What ``make`` gives in each process; where it fails in the main one, that is said once."""
+    made: list[Made] = []
+    world.from_main(lambda: made.append(make()))
+    return made[0] if made else make()
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what cannot end well before anything is read."""
+    missing = [name for name in ("model", "data", "out") if getattr(options, name) is None]
+    if missing:
+        raise UserError(f"missing --{', --'.join(missing)}; cdc-predict --help shows examples")
+    for flag, share in (("--min-confidence", options.min_confidence), ("--target-accuracy", options.target_accuracy)):
+        if share is not None and not 0 < share <= 1:  # NaN, too
+            raise UserError(f"{flag} takes a number above 0 and up to 1, such as 0.95; found {share:g}")
+    if options.batch_size < 1:
+        raise UserError(f"--batch-size takes at least 1 image; found {options.batch_size}")
+    out = Path(options.out)
+    if options.audit is not None:
+        from cdc_plugin.evaluation.audit.write import check_audit
+
+        if options.to is not None:
+            raise UserError(f"--audit writes files of its own; leave --to {options.to} out, or predict a second time")
+        check_audit(out, options.audit, options.overwrite)
+        return
+    from cdc_plugin.evaluation import writers as outputs
+
+    options.to = outputs.check(options.to, out, options.overwrite)
+    outputs.check_source(options.to, options.data, out)
+
+
+def _warn_of_confidence(subject: Subject, relied_on: bool) -> None:
+    """Say why confidences may mislead; what a run's own card warned of matters to those who rely on them."""
+    for warning in subject.warnings if relied_on else ():
+        print(f"warning: when this model was refined: {warning}", file=sys.stderr)
+    if subject.heads == 1:
+        print(
+            f"note: {subject.path} ({subject.writer}) has no calibration head: its confidence is that of the old "
+            f"model as it is; cdc-refine --backbone {subject.path} calibrates it",
+            file=sys.stderr,
+        )
+
+
+def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]], folder: Path) -> None:
+    from cdc_plugin.evaluation import writers as outputs
+
+    out = Path(options.out)
+    # Among the parts, where there are some: what a process that is killed meanwhile leaves goes with them.
+    among_parts = options.to in ("csv", "parquet") and folder.is_dir()
+    files = outputs.write_parts(
+        options.to, folder / out.name if among_parts else out, found.tables(**more), options.data
+    )
+    if among_parts:
+        files = [files[0].replace(out)]
+    count = len(found.confidence)
+    sorted_images = f"{count:,} image{'s' if count > 1 else ''}"
+    mean = _percent(found.confidence.mean())
+    print(f"{sorted_images}, mean confidence {mean}: {', '.join(map(str, files))}")
+    advice = outputs.advice(options.to, out, options.data)
+    if advice is not None:
+        print(advice)
+
+
+def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]]) -> None:
+    from cdc_plugin.data.stream import read_images
+    from cdc_plugin.evaluation.audit.write import write_audit
+    from cdc_plugin.evaluation.prediction_table import one_table
+
+    folder = Path(options.out)
+    files = write_audit(
+        folder,
+        one_table(found.tables(**more)),
+        options.audit,
+        options.seed,
+        lambda rows: read_images(options.data, AUDIT_SIDE, found.places[rows]),
+        f"{found.source} by {options.model}",
+        options.overwrite,
+    )
+    count = len(found.confidence)
+    print(f"{min(options.audit, count):,} of {count:,} images to check by hand: {', '.join(map(str, files))}")
+    print(f"open {files[-1]} in a browser, answer, save to the same folder, then: cdc-predict --answers {folder}")
+
+
+def _tell(found: Prediction, chosen: Acceptance | None) -> None:
+    if chosen is not None:
+        print(_selected(chosen, found.confidence.max()))
+    outlier = found.column("outlier")
+    if outlier is not None and outlier.any():
+        outliers = int(outlier.sum())
+        are = "image is" if outliers == 1 else "images are"
+        among = "" if chosen is None else f", {int((outlier & chosen.mask).sum()):,} of them selected"
+        print(
+            f"{outliers:,} {are} unlike those the model was refined on (column outlier){among}; "
+            "no confidence is to be relied on there"
+        )
+    for name, reason in found.skipped:
+        print(f"skipped {name}: {reason}", file=sys.stderr)
+
+
+def _tell_answers(options: argparse.Namespace) -> None:
+    given = [name for name in ("model", "data", "out", "audit") if getattr(options, name) is not None]
+    if given:
+        raise UserError(f"--answers reads a finished audit; leave --{', --'.join(given)} out")
+    from cdc_plugin.evaluation.audit.read import read_answers
+
+    print("\n".join(read_answers(Path(options.answers)).lines()))
+
+
+def _select(options: argparse.Namespace, found: Prediction) -> Acceptance | None:
+    from cdc_plugin.metrics.selective import accept_above, accept_to_target
+
+    if options.min_confidence is not None:
+        return accept_above(found.confidence, options.min_confidence)
+    if options.target_accuracy is not None:
+        return accept_to_target(found.confidence, options.target_accuracy)
+    return None
+
+
+def _selected(chosen: Acceptance, surest: float) -> str:
+    """One line on what may be relied on."""
+    if chosen.threshold is None or chosen.expected_accuracy is None:
+        return f"no image selected: the surest has confidence {surest:.6f}"
+    count, total = chosen.count, len(chosen.mask)
+    share = f"{count:,} of {total:,} images ({_percent(chosen.coverage)})" if count < total else f"all {total:,} images"
+    # As many digits as the table has: given as --min-confidence it selects the same images again.
+    threshold = f"{chosen.threshold:.6f}".rstrip("0").rstrip(".")
+    return f"{share} selected: confidence at least {threshold}, expected accuracy {_percent(chosen.expected_accuracy)}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

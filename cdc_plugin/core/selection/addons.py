@@ -1,0 +1,138 @@
+"""Add-ons that admit moderately confident samples to a selection (Tang & Jia, CVPR 2022), and selections by name.
+
+CDC tries them in its appendix ("Moderately Confident Samples"). There they are fitted to FixMatch; here the trusted
+samples of the batch stand for the labelled and highly confident ones, and there are no averages over batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cdc_plugin.core.registry import Registry
+from cdc_plugin.core.selection import thresholds  # noqa: F401  (its selections register themselves)
+from cdc_plugin.core.selection.confident import Seen, Selection, Selector, selections
+
+AddOn = Callable[[Selection, Seen], Selection]
+addons: Registry[AddOn] = Registry("selection add-on")
+
+# The authors' settings for CIFAR-10. They ask for 0.95 of (1 + cosine) / 2, which is a cosine of 0.9.
+MODERATE = 0.75
+SYNCHRONOUS = 0.9
+
+
+@addons.register("ppf")
+def prototype_proximity(selection: Selection, seen: Seen) -> Selection:
+    """Prototype proximity filter: admit what is as near to its cluster's prototype as the farthest trusted sample.
+
+    The authors compare distances, with the farthest sample of all classes, among them labelled ones. Here
+    cosines are compared, and within the cluster: without labels a single stray sample would admit everything.
+    """
+    similarity = prototype_similarity(selection, seen.features)
+    labels, trusted = selection.labels, selection.mask
+    farthest = similarity.new_full((len(selection.quota),), torch.inf)
+    farthest = farthest.scatter_reduce(0, labels[trusted], similarity[trusted], "amin")
+    return _admit_moderate(selection, seen, (similarity > 0) & (similarity >= farthest[labels]))
+
+
+@addons.register("gsf")
+def gradient_synchronisation(selection: Selection, seen: Seen) -> Selection:
+    """Gradient synchronisation filter: admit what pulls the last layer the way its cluster's trusted samples do.
+
+    The authors compare gradients of the features, for which the weights of the last layer would be needed. The
+    gradients of these weights, compared here, are alike only where the inputs of the layer are alike, too.
+    """
+    return _admit_moderate(selection, seen, gradient_similarity(selection, seen.probs, seen.hidden) >= SYNCHRONOUS)
+
+
+def prototype_similarity(selection: Selection, features: Tensor) -> Tensor:
+    """(B,) cosine between features and the mean unit feature of the trusted samples with the same label.
+
+    It is 0 where there are none.
+    """
+    directions = F.normalize(features, dim=1)  # (B, D)
+    prototypes = F.normalize(_membership(selection, features).T @ directions, dim=1)  # (C, D)
+    return (directions * prototypes[selection.labels]).sum(dim=1)
+
+
+def gradient_similarity(selection: Selection, probs: Tensor, hidden: Tensor) -> Tensor:
+    """(B,) cosine between a sample's gradient and the mean unit gradient of the trusted samples with its label.
+
+    The gradient of the cross-entropy for the last layer's weights is the outer product of p - onehot(label) and
+    the layer's input h. Inner products of such matrices are products of inner products, so that (B, C, H) numbers
+    are never needed. It is 0 where no sample with the label is trusted.
+
+    Args:
+        probs: (B, C) p.
+        hidden: (B, H) h.
+    """
+    residuals = F.normalize(_residual_directions(probs, selection.labels), dim=1)  # (B, C)
+    inputs = F.normalize(hidden, dim=1)  # (B, H)
+    trusted = selection.mask
+    likeness = (residuals @ residuals[trusted].T) * (inputs @ inputs[trusted].T)  # (B, trusted)
+    membership = _membership(selection, probs)  # (B, C)
+    along = (likeness @ membership[trusted]).gather(1, selection.labels.unsqueeze(1)).squeeze(1)
+    length = (membership.T @ along).clamp(min=0).sqrt()  # (C,) of the summed gradients
+    return along / length[selection.labels].clamp(min=1e-3)  # gradients that cancel have no direction
+
+
+def check_selection(name: str) -> None:
+    """Refuse names that `make_selector` does not know."""
+    _look_up(name)
+
+
+def make_selector(
+    name: str, images: int, clusters: int, threshold: float, momentum: float, device: torch.device
+) -> Selector:
+    """The selection of this name, which may be followed by add-ons: ``confident+gsf``, ``freematch+gsf+ppf``.
+
+    An add-on alone is added to CDC's selection: ``gsf`` is ``confident+gsf``. The other arguments are those of
+    `Selector`.
+    """
+    kind, added = _look_up(name)
+    selector = kind(images, clusters, threshold, momentum, device)
+    return Extended(selector, added, device) if added else selector
+
+
+class Extended(Selector):
+    """A selection and what add-ons admit; each is shown what the selection trusts, so their order is of no matter."""
+
+    def __init__(self, base: Selector, added: Sequence[AddOn], device: torch.device) -> None:
+        super().__init__(base.images, base.clusters, base.threshold, base.momentum, device)
+        self.base, self.added = base, added
+        self.state = base.state
+
+    def __call__(self, seen: Seen) -> Selection:
+        selection = self.base(seen)
+        return _with(selection, torch.stack([add(selection, seen).mask for add in self.added]).any(dim=0))
+
+
+def _look_up(name: str) -> tuple[type[Selector], list[AddOn]]:
+    first, *added = name.split("+")
+    if first in addons:
+        first, added = "confident", [first, *added]
+    return selections.get(first), [addons.get(part) for part in added]
+
+
+def _admit_moderate(selection: Selection, seen: Seen, alike: Tensor) -> Selection:
+    return _with(selection, alike & (seen.probs.max(dim=1).values > MODERATE))
+
+
+def _with(selection: Selection, more: Tensor) -> Selection:
+    admitted = torch.bincount(selection.labels[more & ~selection.mask], minlength=len(selection.quota))
+    return Selection(selection.labels, selection.mask | more, selection.quota + admitted)
+
+
+def _membership(selection: Selection, like: Tensor) -> Tensor:
+    """(B, C), 1 where a trusted sample has the label, else 0."""
+    return F.one_hot(selection.labels, len(selection.quota)).to(like) * selection.mask.unsqueeze(1)
+
+
+def _residual_directions(probs: Tensor, labels: Tensor) -> Tensor:
+    """(B, C) p - onehot(label) by its length in the label: exact, too, where p is 1 but for rounding."""
+    others = probs.scatter(1, labels.unsqueeze(1), 0.0)
+    shares = others / others.sum(dim=1, keepdim=True).clamp(min=torch.finfo(probs.dtype).tiny)
+    return shares.scatter(1, labels.unsqueeze(1), -1.0)

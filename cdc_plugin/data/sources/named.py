@@ -1,0 +1,192 @@
+"""Data sets by name: the benchmarks of the paper, and the handwritten digits that come with the package.
+
+Nothing is downloaded here. Files are looked for below ``root``, else the folder that the environment variable
+CDC_DATA names, else ``data`` in the working directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from cdc_plugin.core.registry import Registry
+from cdc_plugin.data.resize import Pixels
+from cdc_plugin.data.sources.arrays import array_source
+from cdc_plugin.data.sources.base import ImageSource, labels_by_class
+from cdc_plugin.data.sources.folder import files_source, folder_source, list_images
+from cdc_plugin.errors import UserError
+
+PACKAGED = Path(__file__).parent
+
+# The 20 superclasses of CIFAR-100 in their official order, each with its five fine classes.
+SUPERCLASSES = {
+    "aquatic_mammals": "beaver dolphin otter seal whale",
+    "fish": "aquarium_fish flatfish ray shark trout",
+    "flowers": "orchid poppy rose sunflower tulip",
+    "food_containers": "bottle bowl can cup plate",
+    "fruit_and_vegetables": "apple mushroom orange pear sweet_pepper",
+    "household_electrical_devices": "clock keyboard lamp telephone television",
+    "household_furniture": "bed chair couch table wardrobe",
+    "insects": "bee beetle butterfly caterpillar cockroach",
+    "large_carnivores": "bear leopard lion tiger wolf",
+    "large_man-made_outdoor_things": "bridge castle house road skyscraper",
+    "large_natural_outdoor_scenes": "cloud forest mountain plain sea",
+    "large_omnivores_and_herbivores": "camel cattle chimpanzee elephant kangaroo",
+    "medium_mammals": "fox porcupine possum raccoon skunk",
+    "non-insect_invertebrates": "crab lobster snail spider worm",
+    "people": "baby boy girl man woman",
+    "reptiles": "crocodile dinosaur lizard snake turtle",
+    "small_mammals": "hamster mouse rabbit shrew squirrel",
+    "trees": "maple_tree oak_tree palm_tree pine_tree willow_tree",
+    "vehicles_1": "bicycle bus motorcycle pickup_truck train",
+    "vehicles_2": "lawn_mower rocket streetcar tank tractor",
+}
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """A data set that can be asked for by name.
+
+    Args:
+        load: from the data folder and the side that images are kept at to the images.
+        native_size: side of the images if all have one, else None.
+    """
+
+    load: Callable[[Path, int], ImageSource]
+    native_size: int | None = None
+
+
+datasets: Registry[NamedDataset] = Registry("data set")
+
+
+def data_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """The folder that named data sets are looked for in."""
+    return Path(root if root is not None else os.environ.get("CDC_DATA", "data")).expanduser()
+
+
+def coarse_labels(fine: NDArray[np.int64]) -> NDArray[np.int64]:
+    """CIFAR-100 labels (N,), numbered alphabetically by fine class, to the 20 superclasses."""
+    superclass = {name: number for number, names in enumerate(SUPERCLASSES.values()) for name in names.split()}
+    return np.array([superclass[name] for name in sorted(superclass)], dtype=np.int64)[fine]
+
+
+def class_list(name: str) -> list[str]:
+    """WordNet numbers of an ImageNet subset: imagenet10, imagenetdogs (DAC), imagenet50, 100, 200 (SCAN)."""
+    return (PACKAGED / "class_lists" / f"{name}.txt").read_text(encoding="ascii").split()
+
+
+def load_digits(root: Path, side: int) -> ImageSource:
+    """1,797 handwritten digits at 32 x 32.
+
+    "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak, UCI Machine Learning Repository,
+    CC BY 4.0: its test part, stored as published with 8 x 8 pixels from 0 to 16.
+    """
+    with np.load(PACKAGED / "digits.npz", allow_pickle=False) as archive:
+        small, labels = archive["images"], archive["labels"]
+    gray = np.rint(small * (255 / 16)).astype(np.uint8)
+    large = [np.asarray(Image.fromarray(digit).resize((32, 32), Image.Resampling.BICUBIC)) for digit in gray]
+    return _arrays("digits", np.stack(large), labels, [str(digit) for digit in range(10)])
+
+
+def load_cifar10(root: Path, side: int) -> ImageSource:
+    """CIFAR-10, training and test images together: 60,000 of 32 x 32."""
+    from torchvision.datasets import CIFAR10
+
+    parts = [_torchvision(CIFAR10, root, "cifar-10-batches-py", train=train) for train in (True, False)]
+    labels = np.concatenate([part.targets for part in parts])
+    return _arrays("cifar10", np.concatenate([part.data for part in parts]), labels, list(parts[0].classes))
+
+
+def load_cifar100(root: Path, side: int) -> ImageSource:
+    """CIFAR-100 with its 100 fine classes, training and test images together: 60,000 of 32 x 32."""
+    from torchvision.datasets import CIFAR100
+
+    parts = [_torchvision(CIFAR100, root, "cifar-100-python", train=train) for train in (True, False)]
+    labels = np.concatenate([part.targets for part in parts])
+    return _arrays("cifar100", np.concatenate([part.data for part in parts]), labels, list(parts[0].classes))
+
+
+def load_cifar20(root: Path, side: int) -> ImageSource:
+    """CIFAR-100 with its 20 superclasses, training and test images together: 60,000 of 32 x 32."""
+    from torchvision.datasets import CIFAR100
+
+    parts = [_torchvision(CIFAR100, root, "cifar-100-python", train=train) for train in (True, False)]
+    labels = coarse_labels(np.concatenate([part.targets for part in parts]))
+    return _arrays("cifar20", np.concatenate([part.data for part in parts]), labels, list(SUPERCLASSES))
+
+
+def load_stl10(root: Path, side: int) -> ImageSource:
+    """STL-10, training and test images together, without the unlabeled part: 13,000 of 96 x 96."""
+    from torchvision.datasets import STL10
+
+    parts = [_torchvision(STL10, root, "stl10_binary", split=split) for split in ("train", "test")]
+    images = np.concatenate([part.data for part in parts]).transpose(0, 2, 3, 1)
+    labels = np.concatenate([part.labels for part in parts])
+    return _arrays("stl10", np.ascontiguousarray(images), labels, list(parts[0].classes))
+
+
+def load_tinyimagenet(root: Path, side: int) -> ImageSource:
+    """Tiny-ImageNet, the training images: 200 classes of 500, 64 x 64."""
+    candidates = [root / "tiny-imagenet-200" / "train", root / "train", root]
+    folder = next((path for path in candidates if any(path.glob("n[0-9]*/images"))), None)
+    if folder is None:
+        raise UserError(
+            f"Tiny-ImageNet is not in {candidates[0]}; unpack tiny-imagenet-200.zip (cs231n.stanford.edu) "
+            f"into {root}, or name another folder with the data root or CDC_DATA"
+        )
+    return replace(folder_source(folder, side), description="tinyimagenet")
+
+
+def load_imagenet_subset(name: str, root: Path, side: int) -> ImageSource:
+    """The training images of some ImageNet classes, from a folder with one sub-folder a WordNet number."""
+    wanted = class_list(name)
+    candidates = [root / place for place in (f"{name}/train", name, "imagenet/train", "imagenet", "train", ".")]
+    present = {
+        folder: [wnid for wnid in wanted if (folder / wnid).is_dir()] for folder in candidates if folder.is_dir()
+    }
+    folder = max(present, key=lambda place: len(present[place]), default=root)
+    missing = [wnid for wnid in wanted if wnid not in present.get(folder, [])]
+    if missing:
+        found = f"in {folder} {len(wanted) - len(missing)} of {len(wanted)} are there"
+        raise UserError(
+            f"{name} needs the ImageNet class folders {' '.join(wanted[:3])} ... in {root}, its sub-folder "
+            f"train or imagenet/train; {found}, missing: {' '.join(missing)}; unpack "
+            "ILSVRC2012_img_train.tar by class and name that folder with the data root or CDC_DATA"
+        )
+    names = [f"{wnid}/{image}" for wnid in wanted for image in list_images(folder / wnid)]
+    labels, class_names = labels_by_class([image.split("/", 1)[0] for image in names])
+    return files_source([folder / image for image in names], side, name, names, labels, class_names)
+
+
+def _arrays(name: str, images: Pixels, labels: NDArray[Any], class_names: list[str]) -> ImageSource:
+    return replace(array_source(images, labels, name), class_names=class_names)
+
+
+def _torchvision(kind: Any, root: Path, folder: str, **part: Any) -> Any:
+    """One part of a torchvision data set that lies on disk."""
+    try:
+        return kind(str(root), download=False, **part)
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"{kind.__name__} is not, or not whole, in {root / folder} ({error}); fetch it with: python -c "
+            f'"import torchvision; torchvision.datasets.{kind.__name__}({str(root)!r}, download=True)", '
+            "or name the folder that holds it with the data root or CDC_DATA"
+        ) from error
+
+
+datasets.register("digits")(NamedDataset(load_digits, 32))
+datasets.register("cifar10")(NamedDataset(load_cifar10, 32))
+datasets.register("cifar100")(NamedDataset(load_cifar100, 32))
+datasets.register("cifar20")(NamedDataset(load_cifar20, 32))
+datasets.register("stl10")(NamedDataset(load_stl10, 96))
+datasets.register("tinyimagenet")(NamedDataset(load_tinyimagenet, 64))
+for _name in ("imagenet10", "imagenetdogs", "imagenet50", "imagenet100", "imagenet200"):
+    datasets.register(_name)(NamedDataset(partial(load_imagenet_subset, _name)))

@@ -1,0 +1,105 @@
+"""Images held by Python objects: a map-style torch data set, or a list of PIL images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from cdc_plugin.data.decode import to_rgb
+from cdc_plugin.data.sources.arrays import as_pixels
+from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError, digest_of, spread
+from cdc_plugin.errors import UserError
+
+UNLABELLED = np.iinfo(np.int64).min
+
+
+def is_dataset(source: object) -> bool:
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
+
+
+def dataset_source(dataset: Any) -> ImageSource:
+    """A map-style data set that yields an image, or a tuple that starts with an image and an integer label.
+
+    It is read by one thread, in order: nothing says that ``__getitem__`` may run twice at once.
+    """
+    name = type(dataset).__name__
+    if len(dataset) == 0:
+        raise UserError(f"the data set {name} is empty; expected at least one image")
+    labels = np.full(len(dataset), UNLABELLED, dtype=np.int64)
+
+    def read(index: int) -> Image.Image:
+        try:
+            item = dataset[index]
+        except OSError as error:
+            raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
+        image, label = _split(item)
+        labels[index] = UNLABELLED if label is None else label
+        return _as_image(image, f"item {index} of {name}")
+
+    classes = getattr(dataset, "classes", None)
+    named = isinstance(classes, list | tuple) and all(isinstance(entry, str) for entry in classes)
+    return ImageSource(
+        content=read,
+        names=[str(index) for index in range(len(dataset))],
+        labels=labels,
+        class_names=list(classes) if named and classes else None,
+        digest=_sampled_digest(dataset, name),
+        description=name,
+        exact=False,
+    )
+
+
+def image_list_source(images: Sequence[Image.Image]) -> ImageSource:
+    """Images that PIL holds in memory."""
+    return ImageSource(
+        content=lambda index: to_rgb(images[index]),
+        names=[str(index) for index in range(len(images))],
+        labels=None,
+        class_names=None,
+        digest=_sampled_digest(images, "images"),
+        description=f"{len(images)} images",
+        exact=False,
+    )
+
+
+def item_size(item: Any) -> tuple[int, int]:
+    """Width and height of a data set's item."""
+    return _as_image(_split(item)[0], "the first item").size
+
+
+def _split(item: Any) -> tuple[Any, int | None]:
+    """Image and label of what a data set yields."""
+    if not isinstance(item, tuple | list):
+        return item, None
+    label = item[1] if len(item) > 1 else None
+    if isinstance(label, torch.Tensor | np.ndarray) and label.ndim == 0:
+        label = label.item()
+    if isinstance(label, bool | np.bool_ | int | np.integer):
+        return item[0], int(label)
+    return item[0], None
+
+
+def _as_image(image: Any, description: str) -> Image.Image:
+    if isinstance(image, Image.Image):
+        return to_rgb(image)
+    if not isinstance(image, torch.Tensor | np.ndarray):
+        raise UserError(
+            f"{description}: expected a PIL image, an array or a tensor; found {type(image).__name__}; "
+            "let the data set yield the image first"
+        )
+    return Image.fromarray(as_pixels(image[None], description)[0])
+
+
+def _sampled_digest(items: Any, name: str, looks: int = 32) -> str:
+    """Hash of a few items, evenly spread; a data set with random transforms differs every time."""
+    parts: list[str | bytes] = [name, str(len(items))]
+    for index in spread(len(items), looks):
+        try:
+            parts.append(_as_image(_split(items[index])[0], f"item {index} of {name}").tobytes())
+        except OSError:
+            parts.append("unreadable")
+    return digest_of(parts)

@@ -1,0 +1,51 @@
+"""A refined network written the way other libraries load it, and read back before it is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.integrations.export.files import Written
+from cdc_plugin.integrations.export.hub import export_hub
+from cdc_plugin.integrations.export.onnx import export_onnx
+from cdc_plugin.integrations.export.solo_learn import export_solo_learn
+from cdc_plugin.integrations.export.source import Source, open_source
+from cdc_plugin.integrations.export.timm import export_timm
+from cdc_plugin.integrations.export.torchvision import export_torchvision
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import Clusterer
+
+__all__ = ["TARGETS", "Written", "export_model"]
+
+TARGETS: Mapping[str, Callable[[Source, Path, bool], Written]] = MappingProxyType(
+    {
+        "solo-learn": export_solo_learn,
+        "timm": export_timm,
+        "torchvision": export_torchvision,
+        "onnx": export_onnx,
+        "hub": export_hub,
+    }
+)
+
+
+def export_model(
+    model: str | Path | Clusterer | Backbone,
+    to: str,
+    out: str | Path,
+    overwrite: bool = False,
+    format: str | None = None,
+    arch: str | None = None,
+) -> Written:
+    """Write a model for another library; see ``TARGETS`` for their names.
+
+    Args:
+        model: result folder, checkpoint, or a model in memory, which may be of the user's own class.
+        out: a folder for solo-learn, timm and hub, a file for torchvision (``.pth``) and onnx (``.onnx``).
+        overwrite: replace the files of an earlier export.
+        format, arch: what wrote the checkpoint and its network, where the file does not tell.
+    """
+    if to not in TARGETS:
+        raise UserError(f"an export goes to one of {', '.join(TARGETS)}; found {to!r}")
+    return TARGETS[to](open_source(model, format, arch), Path(out).expanduser(), overwrite)

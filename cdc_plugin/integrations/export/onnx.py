@@ -1,0 +1,135 @@
+"""The whole model as one ONNX graph: images in [0, 1] to calibrated probabilities and features."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.integrations.export.files import Written, check_file
+from cdc_plugin.integrations.export.source import Source, assumed_note
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.device import write_atomically
+
+OPSET = 18
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+TOLERANCE = 1e-4
+LIMIT = 2_000_000_000  # one file of the format holds 2 GB
+
+
+class Pictures(nn.Module):
+    """Images (N, 3, S, S) in [0, 1] to probabilities (N, C) and features (N, D); normalisation is inside."""
+
+    def __init__(self, backbone: Backbone, head: nn.Module | None) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        mean, std = self.backbone.mean.view(1, 3, 1, 1), self.backbone.std.view(1, 3, 1, 1)
+        features = self.backbone((images - mean) / std)
+        if self.head is None:
+            return (features,)
+        return F.softmax(self.head(features), dim=1), features
+
+
+def export_onnx(source: Source, out: Path, overwrite: bool) -> Written:
+    """Write an ``.onnx`` file whose outputs onnxruntime has reproduced."""
+    check_file(out, (".onnx",), "model.onnx", overwrite)
+    _require_packages()
+    model = copy.deepcopy(Pictures(source.backbone, source.head)).cpu().eval()  # the user's may be on a GPU
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    if size > LIMIT:
+        raise UserError(f"{source.name} has {size / 1e9:.1f} GB of weights, an ONNX file holds 2 GB; try --to timm")
+    names = ("features",) if source.head is None else ("probabilities", "features")
+    program = _graph(model, names, source)
+    program.model.metadata_props.update(_metadata(source))
+
+    def write(path: Path) -> None:
+        program.save(path, external_data=False)
+        _check(path, model, source)
+
+    write_atomically(out, write)
+    load = (
+        "import onnxruntime",
+        f'session = onnxruntime.InferenceSession("{out}")',
+        f'{", ".join(names)}{"," * (len(names) == 1)} = session.run(None, {{"images": images}})'
+        f"  # float32 (N, 3, {source.backbone.input_size}, {source.backbone.input_size}) in [0, 1]",
+    )
+    notes = () if source.head is not None else (f"{source.name} has no clustering head: the graph gives features only",)
+    return Written((out,), f"ONNX graph, opset {OPSET}", load, (*notes, *assumed_note(source)))
+
+
+def _graph(model: Pictures, names: tuple[str, ...], source: Source) -> Any:
+    images = _images(2, source)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # the exporter's own, on matters of its inside
+            return torch.onnx.export(
+                model,
+                (images,),
+                input_names=["images"],
+                output_names=list(names),
+                dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+                opset_version=OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+    except Exception as error:  # the exporter raises its own errors, which vary with its version
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UserError(f"torch cannot turn {source.name} ({source.network}) into an ONNX graph: {reason}") from error
+
+
+def _metadata(source: Source) -> dict[str, str]:
+    facts: dict[str, Any] = {
+        "producer": "cdc_plugin",
+        "input": "RGB images in [0, 1], float32 (N, 3, S, S); mean and std are inside the graph",
+        **source.input_facts(),
+        "network": source.network,
+        "feature_dim": source.backbone.feature_dim,
+    }
+    if source.head is not None:
+        facts["clusters"] = source.head.clusters
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
+
+
+def _check(path: Path, model: Pictures, source: Source) -> None:
+    """Run the file in onnxruntime for other batch sizes than it was traced with, and compare."""
+    import onnxruntime
+
+    # A quiet session of its own: warnings of the graph's optimiser are of no use to the user.
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+    for batch in (1, 3):
+        images = _images(batch, source)
+        with torch.no_grad():
+            expected = model(images)
+        found = session.run(None, {"images": images.numpy()})
+        for wanted, values in zip(expected, found, strict=True):
+            distance = (torch.from_numpy(values) - wanted).abs().max().item()
+            if not distance <= TOLERANCE * max(1.0, wanted.abs().max().item()):
+                raise UserError(
+                    f"onnxruntime computes other numbers than torch for {source.name} (difference {distance:.1e}): "
+                    "nothing was written; try another version of torch or onnxruntime"
+                )
+
+
+def _images(batch: int, source: Source) -> Tensor:
+    side = source.backbone.input_size
+    return torch.rand(batch, 3, side, side, generator=torch.Generator().manual_seed(batch))
+
+
+def _require_packages() -> None:
+    for package in PACKAGES:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(f"an ONNX export needs {package}; type: pip install 'cdc-plugin[onnx]'") from error

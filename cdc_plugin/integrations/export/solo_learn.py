@@ -1,0 +1,202 @@
+"""A backbone as a run folder of solo-learn: a ``.ckpt`` for its linear evaluation and the ``args.json`` beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
+from cdc_plugin.checkpoints.load import Wanted, formats
+from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.errors import UserError
+from cdc_plugin.integrations.export.files import (
+    Written,
+    check_folder,
+    make_folder,
+    remove_earlier,
+    write_description,
+    write_json,
+)
+from cdc_plugin.integrations.export.source import Source, assumed_note, computes_alike
+from cdc_plugin.integrations.export.torchvision import torchvision_name
+from cdc_plugin.training.device import write_atomically
+
+# solo-learn's networks by the width of their first layer and the number of blocks in one of their stages.
+CONVNEXTS = {(96, 9): "tiny", (96, 27): "small", (128, 27): "base", (192, 27): "large"}
+SWINS = {(96, 6): "tiny", (96, 18): "small", (128, 18): "base", (192, 18): "large"}
+POOLFORMERS = {(64, 2): "s12", (64, 4): "s24", (64, 6): "s36", (96, 6): "m36", (96, 8): "m48"}
+VITS = {192: "tiny", 384: "small", 768: "base", 1024: "large"}
+# What its evaluation normalises with: mean, std and side of the images.
+CIFAR = ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261), 32)
+CUSTOM = (IMAGENET_MEAN, IMAGENET_STD, 224)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What solo-learn must be told to build a network.
+
+    Args:
+        method: decides the class of a vision transformer; ``base`` is solo-learn's name for no method.
+        dataset: decides the stem of a ResNet.
+    """
+
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    method: str = "base"
+    dataset: str = "custom"
+
+    def overrides(self, checkpoint: Path) -> str:
+        """The words that ``main_linear.py`` needs on its command line."""
+        kwargs = "".join(f" ++backbone.kwargs.{key}={value}" for key, value in self.kwargs.items())
+        # Hydra takes the quotes off; without them the equals sign in the file's name would not pass.
+        return (
+            f"backbone.name={self.name}{kwargs} pretrain_method={self.method} data.dataset={self.dataset} "
+            f"'pretrained_feature_extractor=\"{checkpoint}\"'"
+        )
+
+
+def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Written:
+    """Write a run folder that ``main_linear.py`` loads without a missing or a left-over weight."""
+    check_folder(out, overwrite)
+    settings, spec = _settings(source)
+    file = f"cdc-{settings.name}-ep={source.epochs or 0}.ckpt"
+    folder = make_folder(out)
+    checkpoint, arguments = folder / file, folder / "args.json"
+    payload = solo_payload(source)
+    write_atomically(checkpoint, lambda path: torch.save(payload, path))
+    write_json(arguments, solo_arguments(source, settings))
+    load = (f"python main_linear.py --config-path FOLDER --config-name FILE.yaml {settings.overrides(checkpoint)}",)
+    made = {"library": "solo-learn", "network": settings.name, "load": load}
+    described = write_description(checkpoint, source, spec, made)
+    remove_earlier(folder, ".ckpt", keep=checkpoint)
+    notes = (*_input_note(source, settings), *assumed_note(source))
+    return Written((checkpoint, arguments, described), settings.name, load, notes)
+
+
+def solo_payload(source: Source) -> dict[str, Any]:
+    """The content of a ``.ckpt``: what Lightning would have saved, the backbone being all that was trained."""
+    return {
+        "epoch": source.epochs or 0,
+        "global_step": 0,
+        "pytorch-lightning_version": "2.1.2",  # the one that solo-learn pins
+        "state_dict": {f"backbone.{key}": value for key, value in source.weights().items()},
+        "loops": {},
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+    }
+
+
+def solo_arguments(source: Source, settings: Settings) -> dict[str, Any]:
+    """The content of ``args.json``: enough for solo-learn to build the model, and for others to feed it."""
+    facts = source.input_facts()
+    return {
+        "name": f"cdc-{settings.name}",
+        "method": settings.method,
+        "backbone": {"name": settings.name, "kwargs": settings.kwargs},
+        "method_kwargs": {},
+        "data": {
+            "dataset": settings.dataset,
+            "num_classes": int(getattr(source.head, "clusters", 1)),
+            "num_large_crops": 1,
+            "num_small_crops": 0,
+        },
+        "augmentations": [
+            {"crop_size": facts["input_size"], "num_crops": 1, "mean": facts["mean"], "std": facts["std"]}
+        ],
+        "optimizer": {"name": "sgd", "batch_size": 256, "lr": 0.1, "classifier_lr": 0.1, "weight_decay": 0.0},
+        "scheduler": {"name": "none"},
+        "max_epochs": max(source.epochs or 0, 1),
+    }
+
+
+def candidates(state: Mapping[str, Tensor], side: int) -> Iterator[Settings]:
+    """Settings whose network may have these weights, told by names and shapes."""
+    if is_resnet(state):
+        spec = resnet_spec(state)[0]
+        name = torchvision_name(spec)
+        if name in ("resnet18", "resnet50"):
+            yield Settings(name, dataset="cifar10" if spec["stem"]["kernel"] == 3 else "custom")
+    elif "block1.layer.0.conv1.weight" in state:
+        yield Settings(f"wide_resnet28w{len(state['block1.layer.0.conv1.weight']) // 16}")
+    elif "stages.0.blocks.0.conv_dw.weight" in state:
+        yield from _sized("convnext", CONVNEXTS, state, "stem.0.weight", "stages.2.blocks.")
+    elif "network.0.0.norm1.weight" in state:
+        yield from _sized("poolformer", POOLFORMERS, state, "patch_embed.proj.weight", "network.0.")
+    elif "layers.0.blocks.0.attn.relative_position_bias_table" in state:
+        table = state["layers.0.blocks.0.attn.relative_position_bias_table"]
+        kwargs = _unusual({"window_size": ((math.isqrt(len(table)) + 1) // 2, 7), "img_size": (side, 224)})
+        yield from _sized("swin", SWINS, state, "patch_embed.proj.weight", "layers.2.blocks.", kwargs)
+    elif "blocks.0.attn.qkv.weight" in state and "patch_embed.proj.weight" in state:
+        width, _, patch = state["patch_embed.proj.weight"].shape[:3]
+        kwargs = _unusual({"patch_size": (patch, 16), "img_size": (side, 224)})
+        if "fc_norm.weight" in state:
+            kwargs["global_pool"] = "avg"
+        if width in VITS:
+            yield from (Settings(f"vit_{VITS[width]}", kwargs, method) for method in ("base", "mae", "mocov3"))
+
+
+def _settings(source: Source) -> tuple[Settings, dict[str, Any]]:
+    """Settings under which solo-learn's network computes the source's features, and our spec of that network."""
+    state = source.weights()
+    load = formats.get("solo-learn").load
+    tried = list(candidates(state, source.backbone.input_size))
+    for settings in tried:
+        beside = {"args.json": solo_arguments(source, settings)}
+        payload = solo_payload(source)
+        checkpoint = Checkpoint(Path(source.name) / "export.ckpt", payload, beside, payload["state_dict"])
+        try:
+            built = load(checkpoint, Wanted()).backbone
+        except UserError:
+            continue  # other names or shapes
+        if built.spec is not None and computes_alike(source.backbone, built.module):
+            return settings, built.spec
+    if tried and tried[0].dataset == "cifar10":
+        raise UserError(
+            f"solo-learn's {tried[0].name} for small images has a 3x3 stem with padding 2 and no max-pool, "
+            f"{source.name} is {source.network}: it would load there and compute other features; "
+            "--to torchvision takes it"
+        )
+    raise UserError(
+        f"solo-learn has no network that computes what {source.name} does ({source.network}); "
+        "--to onnx takes any network"
+    )
+
+
+def _sized(
+    kind: str,
+    names: Mapping[tuple[int, int], str],
+    state: Mapping[str, Tensor],
+    first: str,
+    stage: str,
+    kwargs: dict[str, Any] | None = None,
+) -> Iterator[Settings]:
+    blocks = {key.removeprefix(stage).split(".")[0] for key in state if key.startswith(stage)}
+    size = names.get((len(state[first]), len(blocks))) if first in state else None
+    if size is not None:
+        yield Settings(f"{kind}_{size}", kwargs or {})
+
+
+def _unusual(values: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """The values that differ from solo-learn's defaults: {name: (value, default)}."""
+    return {name: int(value) for name, (value, default) in values.items() if value != default}
+
+
+def _input_note(source: Source, settings: Settings) -> tuple[str, ...]:
+    """Its evaluation fixes mean, std and image side by data set; say so where they are not the backbone's."""
+    mean, std, side = CIFAR if settings.dataset == "cifar10" else CUSTOM
+    facts = source.input_facts()
+    distance = max(abs(a - b) for a, b in zip((*mean, *std), (*facts["mean"], *facts["std"]), strict=True))
+    if distance < 0.01 and facts["input_size"] == side:
+        return ()
+    return (
+        f"solo-learn evaluates {settings.dataset} data with mean {list(mean)}, std {list(std)} at {side} pixels, "
+        f"this backbone wants mean {facts['mean']}, std {facts['std']} at {facts['input_size']}: set them in "
+        "solo/data/classification_dataloader.py",
+    )

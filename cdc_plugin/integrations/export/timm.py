@@ -1,0 +1,80 @@
+"""A backbone as timm loads it: ``model.safetensors`` and ``config.json``, as on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
+from cdc_plugin.data.resize import storage_size
+from cdc_plugin.errors import UserError
+from cdc_plugin.integrations.export.files import Written, check_folder, make_folder, write_description, write_json
+from cdc_plugin.integrations.export.source import Source, assumed_note, twin
+from cdc_plugin.integrations.export.torchvision import torchvision_name
+from cdc_plugin.models.architectures import build
+from cdc_plugin.training.device import write_atomically
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+# What timm keeps of a model beside the input, needed to give it another classifier or other channels.
+KEPT = ("pool_size", "first_conv", "classifier", "fixed_input_size", "min_input_size")
+
+
+def export_timm(source: Source, out: Path, overwrite: bool) -> Written:
+    """Write a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``."""
+    from safetensors.torch import save_file
+
+    check_folder(out, overwrite)
+    spec = twin(source, _candidates(source))
+    if spec is None:
+        raise UserError(
+            f"timm has no network that computes what {source.name} does ({source.network}); "
+            "--to torchvision takes ResNets with any stem, --to onnx any network"
+        )
+    folder = make_folder(out)
+    weights, config = folder / WEIGHTS, folder / CONFIG
+    load = (
+        "import timm",
+        f'model = timm.create_model("local-dir:{folder}", pretrained=True)',
+    )
+    tensors = source.weights()
+    write_atomically(weights, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_json(config, timm_config(source, spec))
+    described = write_description(weights, source, spec, {"library": "timm", "network": spec["name"], "load": load})
+    return Written((weights, config, described), spec["name"], load, assumed_note(source))
+
+
+def timm_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:
+    """What timm reads beside the weights: how to build the model, and what its input must look like."""
+    network: Any = build(spec)[0]
+    facts = source.input_facts()
+    side = facts["input_size"]
+    usual = dict(network.pretrained_cfg)
+    return {
+        "architecture": spec["name"],
+        "num_classes": 0,
+        "num_features": source.backbone.feature_dim,
+        "model_args": {**spec.get("kwargs", {}), "num_classes": 0},
+        "pretrained_cfg": {
+            "tag": "cdc",
+            "custom_load": False,
+            "input_size": [3, side, side],
+            "mean": facts["mean"],
+            "std": facts["std"],
+            "num_classes": 0,
+            "interpolation": "bilinear",
+            "crop_pct": side / storage_size(side),  # as plain views are cut
+            "crop_mode": "center",
+            **{key: usual[key] for key in KEPT if usual.get(key) is not None},
+        },
+    }
+
+
+def _candidates(source: Source) -> Iterator[dict[str, Any]]:
+    spec = source.backbone.spec or {}
+    if spec.get("family") == "timm":
+        yield {"family": "timm", "name": spec["name"], "kwargs": dict(spec.get("kwargs", {}))}
+    elif is_resnet(state := source.backbone.module.state_dict()):
+        name = torchvision_name(resnet_spec(state)[0])  # timm has the same names for these
+        if name is not None:
+            yield {"family": "timm", "name": name, "kwargs": {}}

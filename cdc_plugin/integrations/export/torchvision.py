@@ -1,0 +1,106 @@
+"""A backbone as a state dict for ``torchvision.models``, also with the small stems that many people put there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
+from cdc_plugin.errors import UserError
+from cdc_plugin.integrations.export.files import Written, check_file, check_free, companion, write_description
+from cdc_plugin.integrations.export.source import Source, assumed_note, twin
+from cdc_plugin.models.architectures import STEM
+from cdc_plugin.training.device import write_atomically
+
+# torchvision's ResNets by block, depths, groups and width per group; all have the widths 64/128/256/512.
+RESNETS = {
+    ("basic", 2, 2, 2, 2, 1, 64): "resnet18",
+    ("basic", 3, 4, 6, 3, 1, 64): "resnet34",
+    ("bottleneck", 3, 4, 6, 3, 1, 64): "resnet50",
+    ("bottleneck", 3, 4, 23, 3, 1, 64): "resnet101",
+    ("bottleneck", 3, 8, 36, 3, 1, 64): "resnet152",
+    ("bottleneck", 3, 4, 6, 3, 32, 4): "resnext50_32x4d",
+    ("bottleneck", 3, 4, 23, 3, 32, 8): "resnext101_32x8d",
+    ("bottleneck", 3, 4, 23, 3, 64, 4): "resnext101_64x4d",
+    ("bottleneck", 3, 4, 6, 3, 1, 128): "wide_resnet50_2",
+    ("bottleneck", 3, 4, 23, 3, 1, 128): "wide_resnet101_2",
+}
+WIDTHS = [64, 128, 256, 512]
+
+
+def export_torchvision(source: Source, out: Path, overwrite: bool) -> Written:
+    """Write a state dict without classifier, and beside it the lines of Python that load it."""
+    check_file(out, (".pth", ".pt"), "resnet18.pth", overwrite)
+    check_free(companion(out), overwrite)
+    spec = twin(source, _candidates(source))
+    name = None if spec is None else torchvision_name(spec)
+    if spec is None or name is None:
+        raise UserError(
+            f"torchvision has no network that computes what {source.name} does ({source.network}); "
+            "--to onnx takes any network"
+        )
+    load = loading_code(name, spec, out)
+    tensors = source.weights()
+    write_atomically(out, lambda path: torch.save(tensors, path))
+    described = write_description(out, source, spec, {"library": "torchvision", "network": name, "load": load})
+    return Written((out, described), name, load, (*_stem_note(spec), *assumed_note(source)))
+
+
+def torchvision_name(spec: dict[str, Any]) -> str | None:
+    """What torchvision calls the network of a spec, its stem aside."""
+    if spec["family"] == "torchvision":
+        return str(spec["name"])
+    if list(spec["widths"]) != WIDTHS or spec.get("stem", {}).get("width", 64) != 64:
+        return None
+    shape = (spec["block"], *spec["depths"], spec.get("groups", 1), spec.get("width_per_group", 64))
+    return RESNETS.get(shape)
+
+
+def loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str, ...]:
+    """The lines of Python that build torchvision's network, adapt it, and load the weights strictly."""
+    kwargs = "".join(f", {key}={value!r}" for key, value in _kwargs(name, spec).items())
+    lines = ["import torch, torchvision", f'model = torchvision.models.get_model("{name}"{kwargs})']
+    if spec["family"] == "resnet":
+        stem = STEM | dict(spec.get("stem", {}))
+        if {key: stem[key] for key in ("kernel", "stride", "padding")} != {"kernel": 7, "stride": 2, "padding": 3}:
+            sizes = f"{stem['kernel']}, stride={stem['stride']}, padding={stem['padding']}"
+            lines.append(f"model.conv1 = torch.nn.Conv2d(3, 64, {sizes}, bias=False)")
+        if not stem["pool"]:
+            lines.append("model.maxpool = torch.nn.Identity()")
+        lines.append("model.fc = torch.nn.Identity()")
+    else:
+        lines.append(f"model.{_classifier(spec)} = torch.nn.Identity()")
+    lines.append(f'model.load_state_dict(torch.load("{file}"))')
+    return tuple(lines)
+
+
+def _kwargs(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of torchvision's constructor; two networks have auxiliary classifiers that features do not need."""
+    extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    return extra | dict(spec.get("kwargs", {}))
+
+
+def _classifier(spec: dict[str, Any]) -> str:
+    """Path of the linear layer that gives way to the identity."""
+    from torchvision import models
+
+    with torch.device("meta"):
+        network = models.get_model(spec["name"], weights=None, **_kwargs(spec["name"], spec))
+    return [path for path, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
+
+
+def _stem_note(spec: dict[str, Any]) -> tuple[str, ...]:
+    if spec["family"] != "resnet" or STEM | dict(spec.get("stem", {})) == STEM:
+        return ()
+    return ("its stem is not torchvision's own: build conv1 and maxpool as the lines show, or features differ",)
+
+
+def _candidates(source: Source) -> Iterator[dict[str, Any]]:
+    spec = source.backbone.spec
+    if spec is not None and spec.get("family") in ("torchvision", "resnet"):
+        yield spec
+    elif is_resnet(source.backbone.module.state_dict()):
+        yield resnet_spec(source.weights())[0]

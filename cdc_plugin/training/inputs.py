@@ -1,0 +1,181 @@
+"""The two inputs of a run, checked before anything is computed: the backbone and the images."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
+from cdc_plugin.checkpoints.infer.batchnorm import (
+    TRUSTED_MISMATCH,
+    batchnorm_mismatch,
+    has_statistics,
+    input_of,
+    normalise,
+    sample,
+    settle,
+)
+from cdc_plugin.checkpoints.infer.check import CLEAR_SIZE
+from cdc_plugin.checkpoints.load import Loaded, Origin, Wanted, load_checkpoint
+from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig, load_config
+from cdc_plugin.core.calibration import check_calibration
+from cdc_plugin.core.selection.addons import check_selection
+from cdc_plugin.data.images import ImageSet, native_size, open_images
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.device import choose_device
+from cdc_plugin.training.progress import log, progress
+from cdc_plugin.training.trackers import make_trackers
+
+# Batches after which BatchNorm layers have forgotten how they were initialised (momentum 0.1: 0.5 % is left).
+MEMORABLE = 50
+
+
+def configure(
+    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> RefineConfig:
+    """The settings of a run; what the pretraining run says of its data stands beneath what the user says."""
+    config = load_config(recipe, flags, overrides)
+    implied = run_defaults(config.backbone) if config.backbone is not None else {}
+    return load_config(recipe, flags, overrides, implied) if implied else config
+
+
+def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:
+    """The network that the config names or the caller gave, with the input convention that the config states."""
+    if module is None:
+        assert config.backbone is not None
+        wanted = Wanted(config.arch, config.branch, config.head, config.clusters, config.partial_weights)
+        loaded = load_checkpoint(config.backbone, config.format, wanted, config.trust_checkpoint)
+        unclear = loaded.origin.why.get("head") if not loaded.heads else None
+        if unclear and config.init == "keep":
+            raise UserError(f"{config.backbone} has {unclear}")
+        if unclear:
+            log.warning("%s; the run begins with prototypes", unclear)
+        if loaded.matched < 1:
+            log.warning("only %.1f %% of the backbone's weights are in the checkpoint", 100 * loaded.matched)
+    elif isinstance(module, Backbone):
+        # Training must not change what the caller still holds.
+        loaded = Loaded(copy.deepcopy(module), Origin("the caller"))
+    else:
+        raise UserError(
+            "a module of your own must say what it takes: wrap it as "
+            "cdc_plugin.Backbone(module, feature_dim, mean, std, input_size)"
+        )
+    given = {name: getattr(config, name) for name in INPUT_FACTS if getattr(config, name) is not None}
+    given = {name: value for name, value in given.items() if not _yields(name, config, loaded.backbone)}
+    stated = set(given) - set(config.presumed)
+    backbone = loaded.backbone
+    backbone = Backbone(
+        backbone.module,
+        backbone.feature_dim,
+        given.get("mean", backbone.mean.tolist()),
+        given.get("std", backbone.std.tolist()),
+        given.get("input_size", backbone.input_size),
+        backbone.spec,
+        assumed=[name for name in backbone.assumed if name not in stated],
+    )
+    return dataclasses.replace(loaded, backbone=backbone)
+
+
+def _yields(name: str, config: RefineConfig, backbone: Backbone) -> bool:
+    """Whether a recipe's word on the input gives way to the checkpoint's own."""
+    return name in config.presumed and name not in backbone.assumed
+
+
+def open_data(config: RefineConfig, backbone: Backbone, data: Any) -> ImageSet:
+    """The images, squared to the size the backbone takes; unreadable ones are logged."""
+    source = config.data if data is None else data
+    take_small_images(backbone, source, config.data_root)
+    images = open_images(
+        source,
+        backbone.input_size,
+        labels=config.labels,
+        root=config.data_root,
+        progress=progress,
+    )
+    for name, reason in images.skipped:
+        log.warning("skipped %s: %s", name, reason)
+    assert config.clusters is not None
+    refuse_few(len(images), images.source, config.clusters)
+    return images
+
+
+def refuse_few(images: int, source: str, clusters: int) -> None:
+    if images < max(clusters, 4):
+        raise UserError(
+            f"{source} has {images} readable images, too few for {clusters} clusters; "
+            "add images or take fewer --clusters"
+        )
+
+
+def take_small_images(backbone: Backbone, source: Any, root: str | None = None) -> None:
+    """Networks for small images take them as they are; those for 224 px see next to nothing at 32.
+
+    Where the stem does not tell, the BatchNorm layers remember which images they have seen.
+    """
+    size = native_size(source) if "input_size" in backbone.assumed else None
+    if size is None or size > 96 or size == backbone.input_size:
+        return
+    small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
+    if small_stem or _trained_on_small(backbone, open_images(source, size, labels=False, root=root, limit=64)):
+        backbone.input_size = size
+
+
+def _trained_on_small(backbone: Backbone, images: ImageSet) -> bool:
+    if not has_statistics(backbone):
+        return False
+    pixels = normalise(sample(images.batch(torch.arange(len(images))), 64, backbone), input_of(backbone))
+    enlarged = F.interpolate(pixels, size=(backbone.input_size,) * 2, mode="bilinear", antialias=True)
+    try:
+        return CLEAR_SIZE * batchnorm_mismatch(backbone, pixels) <= batchnorm_mismatch(backbone, enlarged)
+    except RuntimeError:  # a network that takes one size only, or whose maps vanish at this one
+        return False
+
+
+def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:
+    """Decide by a look at the images what the checkpoint left open: stem and normalisation."""
+    if "mean" not in backbone.assumed and not any(name.startswith("stem") for name in backbone.assumed):
+        _warn_of_unlike_images(backbone, images)
+        return backbone
+    settlement = settle(backbone, images.batch(_spread(len(images), 2048)))
+    log.info("%s", settlement.reason)
+    return settlement.backbone
+
+
+def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
+    """Facts that the checkpoint states are not changed, but a network that was rebuilt or fed wrongly shows here."""
+    seen = [int(value) for name, value in backbone.state_dict().items() if name.endswith("num_batches_tracked")]
+    if not has_statistics(backbone) or max(seen, default=MEMORABLE) < MEMORABLE:
+        return
+    pixels = sample(images.batch(_spread(len(images), 64)), 64, backbone)
+    mismatch = batchnorm_mismatch(backbone, normalise(pixels, input_of(backbone)))
+    if mismatch > TRUSTED_MISMATCH:
+        log.warning(
+            "the images are unlike those of the training, or fed otherwise (BatchNorm mismatch %.2f); "
+            "cdc-inspect CHECKPOINT --data IMAGES looks closer",
+            mismatch,
+        )
+
+
+def _spread(count: int, wanted: int) -> Tensor:
+    """Up to ``wanted`` indices, evenly spread over all images."""
+    return torch.linspace(0, count - 1, min(count, wanted)).long()
+
+
+def check_request(config: RefineConfig, resume: bool) -> None:
+    """Refuse a run that cannot begin, before anything is made or read."""
+    wanted = [] if resume and config.out else ["backbone", "data"]
+    missing = [name for name in wanted if getattr(config, name) is None]
+    if missing:
+        raise UserError(f"missing --{', --'.join(missing)}; cdc-refine --help shows how a run is started")
+    check_selection(config.selection)
+    check_calibration(config.calibration, config.calibration_strength)
+    choose_device(config.device)
+    make_trackers(config.track)

@@ -1,0 +1,286 @@
+"""One run of the pretext stage, from images to a folder that ``cdc-refine --backbone`` takes: read `pretrain` first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cdc_plugin.checkpoints.formats.native import DESCRIPTION, VERSION, WEIGHTS
+from cdc_plugin.config.schema import batch_sizes
+from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
+from cdc_plugin.data.resize import SMALL_SIDE
+from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import describe, skeleton
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.device import choose_device, generator, own_randomness, write_atomically
+from cdc_plugin.training.pretext import loop
+from cdc_plugin.training.pretext.config import (
+    TITLES,
+    PretrainConfig,
+    default_recipe,
+    load_pretrain_config,
+    resolve,
+    shipped_recipe,
+    steps_an_epoch,
+    to_yaml,
+)
+from cdc_plugin.training.pretext.methods import METHODS, Sizes, require_lightly
+from cdc_plugin.training.pretext.networks import fresh_backbone, spec_of
+from cdc_plugin.training.pretext.progress import COLLAPSED, PretextProgress
+from cdc_plugin.training.progress import log, log_to, progress, write_history
+from cdc_plugin.training.run_folder import (
+    CONFIG,
+    HISTORY,
+    LOG,
+    clear_results,
+    leave_nothing_behind,
+    prepare_folder,
+    read_state,
+    write_state,
+)
+
+TOOL = "cdc-pretrain"
+MEASURED = 10_000  # images whose pixels give mean and std
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a run has made: its folder, its settings, a record an epoch, and the network in words."""
+
+    folder: Path
+    config: PretrainConfig
+    history: list[dict[str, float]]
+    network: str
+
+    @property
+    def collapsed(self) -> bool:
+        return self.history[-1]["spread"] < COLLAPSED
+
+
+def pretrain(
+    recipe: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Pretrained:
+    """Train a backbone on images without labels and write it in the package's own format.
+
+    Args:
+        recipe: name of a shipped recipe or path of a YAML file; its size follows from the data if left out.
+        flags: fields of `PretrainConfig`, such as ``{"data": "photos/", "epochs": 30}``.
+        overrides: the same as ``key=value`` words.
+    """
+    words = list(overrides)
+    config = load_pretrain_config(recipe, flags, words)
+    if config.data is None and not (resume and config.out):
+        raise UserError("missing --data; cdc-pretrain --help shows how a run is started")
+    require_lightly()
+    device = choose_device(config.device)
+    folder = prepare_folder(config.out, f"pretrain-{Path(config.data or 'run').stem}", resume, overwrite)
+    try:
+        state = read_state(folder) if resume else None
+        if state is None and config.data is None:
+            raise UserError(f"{folder} has no finished epoch to go on from; give --data to start it")
+        with log_to(folder / LOG):
+            if state is None:
+                if shipped_recipe(recipe) is None:
+                    config = load_pretrain_config(recipe, flags, words, _beneath(config))
+                config, images = start(config, folder)
+            else:
+                config, images = restart(config, folder, state)
+            return train(config, images, folder, device, state)
+    finally:
+        leave_nothing_behind(folder)
+
+
+def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSet]:
+    """The images, and the settings with everything filled in."""
+    size = config.input_size
+    if size is None:
+        native = native_size(config.data)
+        size = min(native if native is not None and native <= SMALL_SIDE else 224, config.largest_size)
+    images = _open(config, size)
+    asked, config = config, resolve(config, len(images), size)
+    if asked.queue not in (None, config.queue):
+        log.info("a queue of %d keys, not %d: there are %d images", config.queue, asked.queue, len(images))
+    mean, std = statistics(images)
+    config = dataclasses.replace(config, mean=config.mean or mean, std=config.std or std)
+    # Both refuse what cannot be made, before any work is done.
+    view_settings(config)
+    skeleton(spec_of(config.arch, size))
+    clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
+    write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
+    return config, images
+
+
+def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple[PretrainConfig, ImageSet]:
+    """The same run as after its last finished epoch."""
+    if state.get("tool") != TOOL:
+        raise UserError(f"{folder} is no run of {TOOL}; go on with it by cdc-refine --resume --out {folder}")
+    stored = load_pretrain_config(folder / CONFIG)
+    assert stored.input_size is not None
+    images = _open(stored, stored.input_size)
+    if images.digest != state["digest"]:
+        raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
+    default = PretrainConfig()
+    names = [item.name for item in dataclasses.fields(given) if item.name not in ("out", "device")]
+    asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    # Sizes beyond the data were cut when the run began; the same command must be taken again.
+    size = asked.get("input_size") or stored.input_size
+    wanted = resolve(dataclasses.replace(stored, **asked), len(images), size)
+    for name in asked:
+        if getattr(wanted, name) != getattr(stored, name):
+            raise UserError(
+                f"{folder} was begun with {name}={getattr(stored, name)}, now {name}={asked[name]} is asked for; "
+                "resume without it, or start another run with its own --out"
+            )
+    log.info("going on after epoch %d", state["trainer"]["epoch"])
+    return dataclasses.replace(stored, out=given.out, device=given.device), images
+
+
+def train(
+    config: PretrainConfig, images: ImageSet, folder: Path, device: torch.device, state: dict[str, Any] | None
+) -> Pretrained:
+    """All epochs that are still to do, then the weights."""
+    assert config.input_size is not None
+    assert config.mean is not None
+    assert config.std is not None
+    assert config.epochs is not None
+    with own_randomness(generator(config.seed, loop.WEIGHTS), device):
+        backbone = fresh_backbone(config.arch, config.input_size, config.mean, config.std)
+        sizes = Sizes(
+            config.hidden,
+            config.projection,
+            config.predictor or 0,
+            config.queue or 0,
+            config.temperature,
+            config.output_norm,
+        )
+        task = METHODS[config.method](backbone, sizes)
+    trainer = loop.Pretrainer(task, config, device, steps_an_epoch(config, len(images)))
+    history: list[dict[str, float]] = []
+    if state is not None:
+        trainer.restore(state["trainer"])
+        history = state["history"]
+    network = describe(backbone.spec)
+    log.info("%s on %d images of %d px: %s", TITLES[config.method], len(images), config.input_size, network)
+    bar = PretextProgress(trainer.epoch, config, steps_an_epoch(config, len(images)))
+
+    def after_epoch(stats: dict[str, float]) -> None:
+        history.append(bar.after_epoch(stats))
+        if trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs:
+            # The state comes last: when it says that all epochs are done, everything else is there.
+            _write_model(config, images, backbone, trainer.epoch, folder)
+            write_history(folder / HISTORY, history)
+            kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
+            write_state(folder, kept)
+
+    try:
+        trainer.fit(batches_of(images, config, device), bar.after_batch, after_epoch)
+    finally:
+        bar.close()
+    return Pretrained(folder, config, history, network)
+
+
+def batches_of(
+    images: ImageSet, config: PretrainConfig, device: torch.device
+) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
+    """Two views of every batch of an epoch; they depend on (seed, epoch, batch) only."""
+    settings = view_settings(config)
+    sizes = batch_sizes(len(images), config.batch_size)
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(images), generator=generator(config.seed, loop.ORDER, epoch))
+        for number, chosen in enumerate(order.split(sizes)):
+            randomness = generator(config.seed, loop.VIEWS, epoch, number)
+            pixels = images.batch(chosen)
+            if device.type == "cuda":
+                pixels = pixels.pin_memory()
+            pixels = pixels.to(device, non_blocking=True)
+            yield pretext_view(pixels, settings, randomness), pretext_view(pixels, settings, randomness)
+
+    return batches
+
+
+def view_settings(config: PretrainConfig) -> PretextSettings:
+    """The augmentation of resolved settings."""
+    assert config.input_size is not None
+    assert config.flip is not None
+    assert config.blur is not None
+    return PretextSettings(
+        config.input_size,
+        tuple(config.mean or ()),  # type: ignore[arg-type]
+        tuple(config.std or ()),  # type: ignore[arg-type]
+        flip=config.flip,
+        crop_scale=config.crop_scale,
+        jitter=tuple(config.jitter),  # type: ignore[arg-type]
+        jitter_share=config.jitter_share,
+        grayscale=config.grayscale,
+        blur=config.blur,
+    )
+
+
+def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of every channel, in shares of white; of 10,000 images where there are more."""
+    chosen = torch.linspace(0, len(images) - 1, min(len(images), MEASURED)).long()
+    totals = torch.zeros(2, 3, dtype=torch.float64)
+    for part in chosen.split(256):
+        shares = images.batch(part).double() / 255
+        totals += torch.stack([shares.mean(dim=(2, 3)).sum(dim=0), shares.square().mean(dim=(2, 3)).sum(dim=0)])
+    mean, square = totals / len(chosen)
+    std = (square - mean.square()).clamp(min=0).sqrt()
+    if float(std.min()) < 1e-3:
+        raise UserError(f"all pixels of {images.source} are alike (standard deviation {float(std.min()):.4f})")
+    return [round(value, 4) for value in mean.tolist()], [round(value, 4) for value in std.tolist()]
+
+
+def _beneath(config: PretrainConfig) -> str:
+    """The shipped recipe for the method and the number of images."""
+    images = len(describe_source(config.data, 32, config.data_root))
+    name = default_recipe(config.method, images)
+    log.info("%d images: settings of recipe %s", images, name)
+    return name
+
+
+def _open(config: PretrainConfig, size: int) -> ImageSet:
+    images = open_images(config.data, size, labels=False, root=config.data_root, progress=progress)
+    for name, reason in images.skipped:
+        log.warning("skipped %s: %s", name, reason)
+    return images
+
+
+def _write_model(config: PretrainConfig, images: ImageSet, backbone: Backbone, epoch: int, folder: Path) -> None:
+    """The backbone of the last epoch in the native format, so that a run can be used before it ends."""
+    from lightly import __version__ as lightly_version
+
+    record = {"spec": backbone.spec, "feature_dim": backbone.feature_dim, "mean": config.mean, "std": config.std}
+    description = {
+        "format": "cdc_plugin",
+        "version": VERSION,
+        "backbone": {**record, "input_size": config.input_size},
+        "provenance": {
+            "tool": TOOL,
+            "method": f"{TITLES[config.method]} (lightly {lightly_version})",
+            "data": images.source,
+            "data_digest": images.digest,
+            "epochs": epoch,
+            "of_epochs": config.epochs,
+            "seed": config.seed,
+        },
+    }
+    weights = backbone.module.state_dict()
+    tensors = {f"backbone.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
+    text = json.dumps(description, indent=2) + "\n"
+    write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))

@@ -1,0 +1,164 @@
+"""Starts runs that something happens to, and compares what they leave with an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import ROOT
+from tests.helpers.fault_driver import Fault, run
+
+FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.csv", "report.json"}
+FILES |= {"report.html", "model.safetensors", "model.json"}
+EPOCHS, BATCHES, STEPS = 3, 3, 6  # batches an epoch, of two sub-batches each
+QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--epochs", str(EPOCHS)]
+QUICK += ["--clusters", "5", "--device", "cpu", "augment.flip=false", "augment.crop_scale=0.8"]
+PATIENCE = 120.0  # seconds; a run takes two
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: its exit code (negative: the signal that killed it) and what it printed."""
+
+    code: int
+    out: str
+    errors: str
+
+    @property
+    def last_line(self) -> str:
+        return (self.errors.splitlines() or [""])[-1]
+
+
+def _child(words: list[str], faults: list[Fault], folder: str, limit: Callable[[], None] | None) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
+    for number, name in ((1, "out"), (2, "errors")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    if limit is not None:
+        limit()
+    run(words, faults)
+
+
+@dataclass
+class Started:
+    """A run under way, in a process of its own."""
+
+    words: list[str]
+    faults: list[Fault] = field(default_factory=list)
+    limit: Callable[[], None] | None = None
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="fault-")))
+
+    def __post_init__(self) -> None:
+        for name in ("out", "errors"):
+            (self.folder / name).touch()  # the process may be killed before it has opened them
+        self.process = server().Process(target=_child, args=(self.words, self.faults, str(self.folder), self.limit))
+        self.process.start()
+
+    def running(self) -> bool:
+        return self.process.is_alive()
+
+    def tell(self, number: int) -> None:
+        assert self.process.pid is not None
+        if self.running():
+            os.kill(self.process.pid, number)
+
+    def end(self) -> Ended:
+        self.process.join(PATIENCE)
+        if self.running():
+            self.process.kill()
+            raise AssertionError(f"still running after {PATIENCE:g} s: {self.words}, {self.faults}")
+        assert self.process.exitcode is not None
+        texts = [(self.folder / name).read_text(errors="replace") for name in ("out", "errors")]
+        for file in self.folder.iterdir():
+            file.unlink()
+        self.folder.rmdir()
+        return Ended(self.process.exitcode, *texts)
+
+
+def server() -> Any:
+    """Forks processes that have torch imported already: a run takes one second instead of five."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    paths = [str(ROOT)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, os.environ.get("PYTHONPATH", "")]))
+    context = multiprocessing.get_context("forkserver")
+    package = ["cdc_plugin.pipeline", "cdc_plugin.report.run_page", "cdc_plugin.cli.refine"]
+    context.set_forkserver_preload(["tests.helpers.fault_runs", *package, "timm", "scipy.optimize", "omegaconf"])
+    return context
+
+
+def refine(*words: object, fault: Fault | Sequence[Fault] = (), limit: Callable[[], None] | None = None) -> Ended:
+    faults = [fault] if isinstance(fault, Fault) else list(fault)
+    return Started([str(word) for word in words], faults, limit).end()
+
+
+def refine_until(ready: Callable[[], bool], number: int, *words: object, delay: float = 0.0) -> Ended:
+    """A run that gets a signal ``delay`` seconds after something is there."""
+    started = Started([str(word) for word in words])
+    while started.running() and not ready():
+        time.sleep(0.002)
+    time.sleep(delay)
+    started.tell(number)
+    return started.end()
+
+
+def assert_refused(ended: Ended, *words: str) -> str:
+    """The last line says what is wrong, nothing follows, and there is no traceback."""
+    assert ended.code == 2, ended
+    assert "Traceback" not in ended.errors
+    assert ended.last_line.startswith("cdc-refine: error: "), ended.errors
+    for word in words:
+        assert re.search(word, ended.last_line), ended.last_line
+    return ended.last_line
+
+
+def epochs_in(folder: Path) -> int:
+    """Finished epochs, as a reader of metrics.jsonl sees them at any moment: every line must be whole."""
+    file = folder / "metrics.jsonl"
+    return len([json.loads(line) for line in file.read_text().splitlines()]) if file.is_file() else 0
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def resume(folder: Path, words: list[str], attempts: int = 3) -> Ended:
+    """Go on, as a script would that starts the run again until it is done; the folder alone is enough."""
+    for _ in range(attempts):
+        ended = refine("--resume", "--out", folder)
+        if ended.code == 0:
+            return ended
+        if "nothing to resume" in ended.last_line or "missing --backbone" in ended.last_line:
+            ended = refine(*words, "--resume", "--out", folder)
+            if ended.code == 0:
+                return ended
+    raise AssertionError(f"cannot be resumed: {ended.errors}")
+
+
+def assert_same_results(folder: Path, whole: Path) -> None:
+    """All that the two runs leave is equal, but for times."""
+    import torch
+    from safetensors.torch import load_file
+
+    assert names_in(folder) == FILES == names_in(whole), names_in(folder) ^ FILES
+    ours, theirs = (load_file(path / "model.safetensors") for path in (folder, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "weights differ"
+    assert (folder / "predictions.csv").read_bytes() == (whole / "predictions.csv").read_bytes()
+    for name in ("report.json", "metrics.jsonl"):
+        ours, theirs = (_timeless(path / name) for path in (folder, whole))
+        assert ours == theirs, name
+
+
+def _timeless(file: Path) -> list[dict[str, Any]]:
+    text = file.read_text()
+    records = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else [json.loads(text)]
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in records]

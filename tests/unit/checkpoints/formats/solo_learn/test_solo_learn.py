@@ -1,0 +1,343 @@
+"""Files as solo-learn writes them, against networks that are put together here as solo-learn does."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torchvision import models
+
+from cdc_plugin.checkpoints import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.load import find_format
+from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build
+
+IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+VIT = {"patch_size": 8, "img_size": 32}
+CIFAR_STEM = {"kernel": 3, "stride": 1, "padding": 2, "pool": False}
+
+
+def shaken(network):
+    """The network with statistics and biases that make a difference."""
+    source = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, values in network.state_dict().items():
+            if name.endswith("running_var"):
+                values.copy_(torch.rand(values.shape, generator=source) + 0.5)
+            elif values.is_floating_point() and (values.ndim == 1 or "table" in name):
+                values.add_(0.2 * torch.randn(values.shape, generator=source))
+            elif name.endswith("qkv.weight"):
+                values.mul_(4)
+    return network.eval()
+
+
+def cifar_resnet(padding=2, build_resnet=models.resnet18):
+    network = build_resnet()
+    network.conv1 = nn.Conv2d(3, 64, 3, 1, padding, bias=False)
+    network.maxpool = network.fc = nn.Identity()
+    return shaken(network)
+
+
+def vit(heads, zero_class_position=False, pool="token", **kwargs):
+    norm = partial(nn.LayerNorm, eps=1e-6)
+    network = VisionTransformer(
+        embed_dim=192, depth=12, num_heads=heads, num_classes=0, norm_layer=norm, global_pool=pool, **VIT | kwargs
+    )
+    if zero_class_position:
+        network.pos_embed.data[:, 0] = 0
+    return shaken(network)
+
+
+def args_for(network, method="byol", dataset="cifar10", size=32, **kwargs):
+    return {
+        "method": method,
+        "backbone": {"name": network, "kwargs": kwargs},
+        "data": {"dataset": dataset, "train_path": "./datasets", "format": "image_folder", "num_classes": 10},
+        "augmentations": [{"crop_size": size, "num_crops": 2}],
+    }
+
+
+def checkpoint(network, args=None, prefix="backbone.", **companions):
+    state = {f"{prefix}{key}": value for key, value in network.state_dict().items()}
+    state |= {"classifier.weight": torch.zeros(10, 4), "classifier.bias": torch.zeros(10)}
+    state |= {key.replace("__", "."): value for key, value in companions.items()}
+    payload = {"epoch": 7, "pytorch-lightning_version": "2.1.2", "state_dict": state}
+    return Checkpoint(Path("x-ep=7.ckpt"), payload, {} if args is None else {"args.json": args}, state)
+
+
+def loaded(given, **wanted):
+    entry = find_format(given)
+    assert entry.name == "solo-learn"
+    return entry.load(given, Wanted(**wanted))
+
+
+def features(network, images=IMAGES):
+    with torch.no_grad():
+        return network.eval()(images)
+
+
+def assert_same(network, found, images=IMAGES):
+    torch.testing.assert_close(features(found.backbone, images), features(network, images), rtol=1e-4, atol=1e-4)
+
+
+def assert_rebuilt_from_json(found):
+    again, size = build(json.loads(json.dumps(found.backbone.spec)))
+    again.load_state_dict(found.backbone.module.state_dict())
+    assert size == found.backbone.feature_dim
+    assert torch.equal(features(again), features(found.backbone))
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    return cifar_resnet()
+
+
+def test_resnet_of_a_cifar_run_has_padding_two_and_the_statistics_of_the_run(resnet):
+    found = loaded(checkpoint(resnet, args_for("resnet18", dataset="cifar100")))
+    assert_same(resnet, found)
+    assert_rebuilt_from_json(found)
+    assert found.backbone.spec["stem"] == CIFAR_STEM
+    assert found.backbone.std.tolist() == pytest.approx([0.2673, 0.2564, 0.2762])
+    assert (found.backbone.assumed, found.backbone.input_size, found.origin.epoch) == ((), 32, 7)
+    assert "byol" in found.origin.writer
+
+
+def test_version_of_cdc_has_padding_one():
+    network = cifar_resnet(1, models.resnet34)
+    assert_same(network, loaded(checkpoint(network, args_for("resnet34") | {"process_bar": {}})))
+    bare = loaded(checkpoint(network))  # solo-learn itself has no ResNet-34
+    assert_same(network, bare)
+    assert "stem.padding" in bare.backbone.assumed
+
+
+def test_without_arguments_the_padding_is_that_of_solo_learn_and_left_to_the_images(resnet):
+    found = loaded(checkpoint(resnet))
+    assert_same(resnet, found)
+    assert set(found.backbone.assumed) == {"stem.padding", "mean", "std", "input_size"}
+
+
+def test_small_stem_on_data_of_ones_own_leaves_all_of_it_open(resnet):
+    found = loaded(checkpoint(resnet, args_for("resnet18", dataset="custom")))
+    assert set(found.backbone.assumed) == {"stem.padding", "stem.pool", "stem.stride"}
+
+
+def test_resnet_for_large_images_keeps_its_stem():
+    network = models.resnet18()
+    network.fc = nn.Identity()
+    found = loaded(checkpoint(shaken(network), args_for("resnet18", dataset="imagenet100", size=96)))
+    assert_same(network, found, torch.rand(2, 3, 64, 64))
+    assert (found.backbone.assumed, found.backbone.input_size) == ((), 96)
+
+
+def test_files_before_1_0_3_call_the_network_encoder(resnet):
+    args = {"dataset": "cifar10", "method": "byol", "encoder": "resnet18", "backbone_args": {"cifar": True}}
+    found = loaded(checkpoint(resnet, args, prefix="encoder."))
+    assert_same(resnet, found)
+    assert found.backbone.std.tolist() == pytest.approx([0.247, 0.243, 0.261])
+    assert found.origin.why["branch"] == "encoder"
+
+
+def test_moving_average_is_taken_when_asked_for(resnet):
+    average = cifar_resnet()
+    both = {f"momentum_backbone.{key}": value for key, value in average.state_dict().items()}
+    given = checkpoint(resnet, args_for("resnet18"), **both)
+    assert_same(average, loaded(given, branch="momentum"))
+    assert_same(resnet, loaded(given, branch="online"))
+    with pytest.raises(UserError, match="no moving average"):
+        loaded(checkpoint(resnet, args_for("resnet18")), branch="momentum")
+
+
+@pytest.mark.parametrize(("method", "heads"), [("simclr", 3), ("dino", 3), ("mae", 12), ("mocov3", 12)])
+def test_vits_of_two_methods_have_other_heads_at_the_same_shapes(method, heads):
+    network = vit(heads)
+    found = loaded(checkpoint(network, args_for("vit_tiny", method, **VIT, drop_path_rate=0.1)))
+    assert_same(network, found)
+    assert (found.backbone.assumed, found.backbone.input_size) == ((), 32)
+
+
+@pytest.mark.parametrize(("zero", "heads"), [(True, 12), (False, 3)])
+@pytest.mark.parametrize("args", [None, {"dataset": "cifar10", "method": "mocov3", "backbone_args": VIT}])
+def test_fixed_position_embeddings_tell_the_heads_where_the_arguments_do_not(zero, heads, args):
+    network = vit(heads, zero_class_position=zero)
+    assert_same(network, loaded(checkpoint(network, args)))
+
+
+def test_decoder_beside_a_vit_tells_its_heads():
+    network = vit(12)
+    assert_same(network, loaded(checkpoint(network, decoder__mask_token=torch.zeros(1, 1, 8))))
+
+
+def test_linear_evaluation_follows_the_method_it_was_given():
+    args = args_for("vit_tiny", **VIT) | {"pretrained_feature_extractor": "x.ckpt", "pretrain_method": "mae"}
+    network = vit(12)
+    assert_same(network, loaded(checkpoint(network, args)))
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_pooled_vit_of_mae_norms_twice(stated):
+    network = vit(12, zero_class_position=True, pool="avg")
+    network.norm = shaken(nn.LayerNorm(192, eps=1e-6))
+    found = loaded(checkpoint(network, args_for("vit_tiny", "mae", **VIT, global_pool="avg") if stated else None))
+    assert_same(network, found)
+    assert_rebuilt_from_json(found)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_swin_with_the_names_of_an_older_timm_gives_the_same_features(stated):
+    network = shaken(timm.create_model("swin_tiny_patch4_window7_224", num_classes=0, img_size=32, window_size=4))
+    old = {}
+    for key, value in network.state_dict().items():
+        stage = key.split(".")[1]
+        old[key.replace(f"layers.{stage}.down", f"layers.{int(stage) - 1}.down") if ".downsample." in key else key] = (
+            value
+        )
+    old["layers.0.blocks.1.attn_mask"] = torch.zeros(4, 16, 16)
+    old["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(16, 16)
+    shell = nn.Module()
+    shell.state_dict = lambda: old
+    args = args_for("swin_tiny", img_size=32, window_size=4) if stated else None
+    found = loaded(checkpoint(shell, args))
+    assert_same(network, found)
+    assert found.backbone.input_size == 32
+
+
+def test_convnext_is_told_by_its_shapes_too():
+    network = shaken(timm.create_model("convnext_tiny", num_classes=0))
+    found = loaded(checkpoint(network))
+    assert_same(network, found)
+    assert {"mean", "std", "input_size"} == set(found.backbone.assumed)
+
+
+def wide_resnet_reference(state, images):
+    """The forward pass in functions: leaky ReLU of 0.1, and a first norm that only some blocks use."""
+
+    def normed(name, maps):
+        values = [state[f"{name}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")]
+        return F.leaky_relu(F.batch_norm(maps, *values, eps=1e-3), 0.1)
+
+    def convolved(name, maps, stride=1, padding=1):
+        return F.conv2d(maps, state[f"{name}.weight"], state[f"{name}.bias"], stride, padding)
+
+    maps = convolved("conv1", images)
+    for stage in (1, 2, 3):
+        for block in range(4):
+            name, stride = f"block{stage}.layer.{block}", 2 if stage > 1 and block == 0 else 1
+            shortcut = maps
+            if block or stage == 1:
+                maps = normed(f"{name}.bn1", maps)
+            if block == 0:
+                shortcut = convolved(f"{name}.convShortcut", maps, stride, 0)
+            hidden = normed(f"{name}.bn2", convolved(f"{name}.conv1", maps, stride))
+            maps = shortcut + convolved(f"{name}.conv2", hidden)
+    return normed("bn1", maps).mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize("args", [None, args_for("wide_resnet28w2", "simclr")])
+def test_wide_resnet_is_that_of_solo_learn(args):
+    network, _ = build({"family": "wide_resnet", "kwargs": {"depth": 28, "widen": 2, "first_stride": 1}})
+    found = loaded(checkpoint(shaken(network), args))
+    assert_rebuilt_from_json(found)
+    expected = wide_resnet_reference(network.state_dict(), IMAGES)
+    torch.testing.assert_close(features(found.backbone), expected, rtol=1e-4, atol=1e-4)
+    assert found.backbone.input_size == 32
+
+
+def poolformer_reference(state, images):
+    def normed(name, maps):
+        return F.group_norm(maps, 1, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def convolved(name, maps, *shape):
+        return F.conv2d(maps, state[f"{name}.weight"], state[f"{name}.bias"], *shape)
+
+    maps = convolved("patch_embed.proj", images, 4, 2)
+    for stage, depth in enumerate([2, 2, 6, 2]):
+        if stage:
+            maps = convolved(f"network.{2 * stage - 1}.proj", maps, 2, 1)
+        for block in range(depth):
+            name = f"network.{2 * stage}.{block}"
+            still = normed(f"{name}.norm1", maps)
+            mixed = F.avg_pool2d(still, 3, 1, 1, count_include_pad=False) - still
+            maps = maps + state[f"{name}.layer_scale_1"].view(-1, 1, 1) * mixed
+            hidden = F.gelu(convolved(f"{name}.mlp.fc1", normed(f"{name}.norm2", maps)))
+            maps = maps + state[f"{name}.layer_scale_2"].view(-1, 1, 1) * convolved(f"{name}.mlp.fc2", hidden)
+    return normed("norm", maps).mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize("args", [None, args_for("poolformer_s12", dataset="imagenet")])
+def test_poolformer_is_that_of_solo_learn(args):
+    kwargs = {"depths": [2, 2, 6, 2], "widths": [64, 128, 320, 512], "pool": 3}
+    network, _ = build({"family": "poolformer", "kwargs": kwargs})
+    found = loaded(checkpoint(shaken(network), args))
+    assert_rebuilt_from_json(found)
+    expected = poolformer_reference(network.state_dict(), IMAGES)
+    torch.testing.assert_close(features(found.backbone), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_run_folder_is_read_from_disk_without_the_classes_it_pickles(tmp_path):
+    network, _ = build({"family": "wide_resnet", "kwargs": {"depth": 28, "widen": 2, "first_stride": 1}})
+    given = checkpoint(shaken(network))
+    schedule = partial(int, "7")
+    torch.save(given.payload | {"lr_schedulers": [{"get_lr": schedule}]}, tmp_path / "run-ep=0.ckpt")
+    args = args_for("wide_resnet28w2", "simsiam", dataset="${name}") | {"name": "cifar10"}
+    (tmp_path / "args.json").write_text(json.dumps(args))
+    found = load_checkpoint(tmp_path)
+    assert found.format == "solo-learn"
+    assert found.backbone.assumed == ()
+    assert_same(network, found)
+
+
+@pytest.mark.parametrize(
+    "companion", ["projection_head.layers.0.weight", "online_classifier.weight", "contrastive_head.0.weight"]
+)
+def test_files_of_other_frameworks_are_left_to_them(resnet, companion):
+    assert find_format(checkpoint(resnet, **{companion: torch.zeros(4, 4)})).name != "solo-learn"
+
+
+def test_files_without_an_online_classifier_are_left_to_others(resnet):
+    given = checkpoint(resnet)
+    for key in ("classifier.weight", "classifier.bias"):
+        del given.state[key]
+    assert find_format(given).name != "solo-learn"
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("resnet50", {}, "does not fit"),
+        ("vit_tiny", {}, "says vit_tiny, found the weights of a resnet"),
+        ("resnet18", {"replace_stride_with_dilation": [False, True, True]}, "cannot be rebuilt"),
+    ],
+)
+def test_arguments_that_do_not_go_with_the_weights_are_refused(resnet, name, kwargs, message):
+    with pytest.raises(UserError, match=message):
+        loaded(checkpoint(resnet, args_for(name, **kwargs)))
+
+
+@pytest.mark.parametrize("lost", ["backbone.layer1.1.", "backbone.layer4.", "backbone.conv1", "backbone.bn1.bias"])
+@pytest.mark.parametrize("args", [None, args_for("resnet18")])
+def test_damaged_online_network_is_refused_although_its_moving_average_is_whole(resnet, lost, args):
+    average = {f"momentum_backbone.{key}": value for key, value in resnet.state_dict().items()}
+    given = checkpoint(resnet, args, **average)
+    for key in [key for key in given.state if key.startswith(lost)]:
+        del given.state[key]
+    with pytest.raises(UserError):
+        loaded(given)
+
+
+def test_stem_that_contradicts_the_arguments_is_refused():
+    network = models.resnet18()
+    with pytest.raises(UserError, match="3x3"):
+        loaded(checkpoint(network, args_for("resnet18")))
+
+
+def test_image_side_that_contradicts_the_position_embeddings_is_refused():
+    with pytest.raises(UserError, match="pos_embed"):
+        loaded(checkpoint(vit(3), args_for("vit_tiny", patch_size=8, img_size=64)))
+    with pytest.raises(UserError, match="square"):
+        loaded(checkpoint(vit(3), args_for("vit_tiny", patch_size=8, img_size=[32, 64])))

@@ -1,0 +1,198 @@
+"""timm models: told by names and shapes, by what a run states, by older names; published ones."""
+
+import argparse
+import json
+import socket
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torchvision import models
+
+from cdc_plugin.checkpoints import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.formats.timm.index import TABLE, fingerprint, make_table, names_like
+from cdc_plugin.errors import UserError
+
+
+def created(name, **settings):
+    """A model whose every weight counts."""
+    network = timm.create_model(name, **settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, value in network.state_dict().items():
+            if value.is_floating_point():
+                noise = 0.2 * torch.rand(value.shape, generator=generator)
+                value.copy_(value.abs() + noise if "var" in key else value + noise)
+    return network.eval()
+
+
+def assert_same_features(path, network, size, **wanted):
+    found = load_checkpoint(path, wanted=Wanted(**wanted))
+    network.reset_classifier(0)
+    images = torch.rand(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(found.backbone.eval()(images), network(images), rtol=1e-5, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["test_resnet", "test_convnext", "test_efficientnet", "test_vit", "test_vit3", "test_byobnet", "test_mambaout"],
+)
+def test_model_is_told_by_its_names_and_shapes_alone(tmp_path, name):
+    network = created(name, num_classes=7)
+    torch.save(network.state_dict(), tmp_path / "a.pth")
+    found = assert_same_features(tmp_path / "a.pth", network, 160)
+    assert (found.format, found.backbone.spec["name"]) == ("timm", name)
+    assert {"mean", "std"} <= set(found.backbone.assumed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"img_size": 32, "patch_size": 4}, 32),
+        ({"img_size": 64, "reg_tokens": 4}, 64),
+        ({"img_size": 64, "global_pool": "avg"}, 64),
+    ],
+)
+def test_settings_of_a_transformer_are_read_from_its_weights(tmp_path, settings, size):
+    network = created("test_vit", **settings)
+    torch.save(network.state_dict(), tmp_path / "a.pth")
+    found = assert_same_features(tmp_path / "a.pth", network, size)
+    assert found.backbone.input_size == size
+    assert found.backbone.spec["kwargs"] == settings
+
+
+def test_settings_that_no_weight_tells_are_taken_from_the_run(tmp_path):
+    network = created("test_vit", num_heads=4, img_size=32, patch_size=4)
+    stated = {"num_heads": 4, "img_size": 32, "patch_size": 4, "checkpoint_path": "/etc/passwd"}
+    arguments = argparse.Namespace(model="test_vit", model_kwargs=stated, img_size=None, mean=[0.1], std=None)
+    payload = {"arch": "test_vit", "state_dict": network.state_dict(), "version": 2, "args": arguments, "epoch": 3}
+    torch.save(payload, tmp_path / "last.pth.tar")
+    found = assert_same_features(tmp_path / "last.pth.tar", network, 32)
+    assert found.backbone.spec["kwargs"] == {"num_heads": 4, "img_size": 32, "patch_size": 4}
+    assert found.backbone.mean.tolist() == pytest.approx([0.1] * 3)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_config_of_the_hub_states_model_and_input(tmp_path, nested):
+    network = created("test_vit", num_heads=4)
+    save_file(network.state_dict(), tmp_path / "model.safetensors")
+    facts = {"input_size": [3, 160, 160], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    config = {"architecture": "test_vit", "model_args": {"num_heads": 4}, "num_features": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"pretrained_cfg": facts} if nested else facts)))
+    found = assert_same_features(tmp_path, network, 160)
+    assert found.backbone.mean.tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert found.backbone.std.tolist() == pytest.approx([0.4, 0.5, 0.6])
+    assert found.backbone.assumed == ()
+
+
+def test_average_of_a_run_is_taken_on_request_only(tmp_path):
+    trained, average = created("test_resnet"), timm.create_model("test_resnet").eval()
+    payload = {"arch": "test_resnet", "version": 2, "args": argparse.Namespace(model="test_resnet")}
+    payload |= {"state_dict": {f"_orig_mod.{k}": v for k, v in trained.state_dict().items()}}
+    payload |= {"state_dict_ema": {f"module.{k}": v for k, v in average.state_dict().items()}}
+    torch.save(payload, tmp_path / "last.pth.tar")
+    assert "as trained" in assert_same_features(tmp_path / "last.pth.tar", trained, 64).origin.why["branch"]
+    assert_same_features(tmp_path / "last.pth.tar", average, 64, branch="momentum")
+    del payload["state_dict_ema"]
+    torch.save(payload, tmp_path / "last.pth.tar")
+    with pytest.raises(UserError, match="no moving average"):
+        load_checkpoint(tmp_path / "last.pth.tar", wanted=Wanted(branch="momentum"))
+
+
+def test_older_names_are_renamed_by_timm_itself(tmp_path):
+    network = created("test_convnext")
+    old = {
+        key.replace("head.norm.", "norm.").replace("head.fc.", "head."): v for key, v in network.state_dict().items()
+    }
+    old = {key.replace("stem.", "downsample_layers.0."): value for key, value in old.items()}
+    old = {key.replace(".conv_dw.", ".dwconv.").replace(".mlp.fc1.", ".pwconv1."): v for key, v in old.items()}
+    old = {key.replace(".mlp.fc2.", ".pwconv2."): value for key, value in old.items()}
+    old = {key.replace(".blocks.", "."): value for key, value in old.items()}
+    stages = [key for key in old if ".downsample." in key]
+    for key in stages:
+        stage = key.split(".")[1]
+        old[key.replace(f"stages.{stage}.downsample.", f"downsample_layers.{stage}.")] = old.pop(key)
+    torch.save(old, tmp_path / "a.pth")
+    assert_same_features(tmp_path / "a.pth", network, 160, arch="test_convnext")
+
+
+def test_weights_that_would_have_to_be_resized_are_refused(tmp_path):
+    state = created("test_vit").state_dict()
+    state["pos_embed"] = state["pos_embed"][:, :60]
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(UserError):
+        load_checkpoint(tmp_path / "a.pth", wanted=Wanted(arch="test_vit"))
+
+
+def test_file_name_of_a_timm_model_does_not_hide_a_torchvision_one(tmp_path):
+    with torch.device("meta"):
+        network = models.convnext_tiny()
+    torch.save({k: torch.zeros(v.shape) for k, v in network.state_dict().items()}, tmp_path / "convnext_tiny.pth")
+    found = load_checkpoint(tmp_path / "convnext_tiny.pth")
+    assert found.backbone.spec == {"family": "torchvision", "name": "convnext_tiny"}
+
+
+def test_table_knows_the_models_of_this_timm():
+    names = ["test_resnet", "test_vit", "vit_tiny_patch16_224", "mobilenetv3_small_050", "resnet18d"]
+    with torch.device("meta"):
+        states = {name: timm.create_model(name, num_classes=0).state_dict() for name in names}
+    for key, listed in make_table(states).items():
+        assert set(listed) <= set(json.loads(TABLE.read_text())[key])
+
+
+def test_fingerprint_ignores_classifier_and_image_size_but_not_widths():
+    state = {"patch_embed.proj.weight": torch.ones(8, 3, 4, 4), "pos_embed": torch.ones(1, 17, 8), "a": torch.ones(8)}
+    same = state | {"pos_embed": torch.ones(1, 5, 8), "head.weight": torch.ones(2, 8)}
+    assert fingerprint(state) == fingerprint(same)
+    assert fingerprint(state) != fingerprint(state | {"a": torch.ones(9)})
+    assert names_like(state) == ()
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    def nowhere(*_arguments):
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name in ("https_proxy", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_repository_of_the_hub_is_refused_at_once_without_a_network(offline):
+    with pytest.raises(UserError, match=r"could not fetch 'nobody/nothing-of-it'"):
+        load_checkpoint("hf-hub:nobody/nothing-of-it")
+    with pytest.raises(UserError, match="OWNER/NAME"):
+        load_checkpoint("hf-hub:nothing")
+
+
+def test_cached_repository_of_the_hub_needs_no_network(offline, tmp_path, monkeypatch):
+    network = created("test_resnet")
+    save_file(network.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "test_resnet"}))
+    found_in_cache = lambda _name, file, **_more: str(tmp_path / file)  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", found_in_cache)
+    assert assert_same_features("hf-hub:somebody/something", network, 64).format == "timm"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="not a timm model"):
+        load_checkpoint("hf-hub:somebody/something")
+
+
+def test_network_of_nobodys_is_refused(tmp_path):
+    torch.save(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4)).state_dict(), tmp_path / "a.pth")
+    with pytest.raises(UserError, match="cannot tell the network"):
+        load_checkpoint(tmp_path / "a.pth")
+
+
+def test_whole_pickled_model_is_opened_on_the_users_word_only(tmp_path):
+    network = created("test_resnet")
+    torch.save(network, tmp_path / "a.pth")
+    found = load_checkpoint(tmp_path / "a.pth", trust=True)
+    network.reset_classifier(0)
+    images = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(found.backbone.eval()(images), network(images))

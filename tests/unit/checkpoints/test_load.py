@@ -1,0 +1,238 @@
+"""From a file to a backbone: formats found by content, by name, and refused."""
+
+import argparse
+import json
+import socket
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torchvision import models
+
+from cdc_plugin.checkpoints import load_backbone, read_native
+from cdc_plugin.checkpoints.formats.torchvision import resnet_spec
+from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, find_format, formats
+from cdc_plugin.checkpoints.read import read_checkpoint
+from cdc_plugin.checkpoints.weights import compare
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build, skeleton
+from cdc_plugin.models.backbone import Backbone
+
+SPEC = {
+    "family": "resnet",
+    "block": "basic",
+    "depths": [1, 1, 1, 1],
+    "widths": [4, 6, 8, 10],
+    "stem": {"kernel": 3, "stride": 1, "padding": 1, "pool": False},
+}
+IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def saved(network, path):
+    torch.save(network.state_dict(), path)
+    return path
+
+
+def features(network, images=IMAGES):
+    with torch.no_grad():
+        return network.eval()(images)
+
+
+def result_folder(folder, **changes):
+    network, size = build(SPEC)
+    record = {"spec": SPEC, "feature_dim": size, "mean": [0.1] * 3, "std": [0.2] * 3, "input_size": 28}
+    description = {"format": "cdc_plugin", "version": 1, "backbone": record, "heads": {}} | changes
+    tensors = {f"backbone.module.{key}": value for key, value in network.state_dict().items()}
+    heads = {"clustering_head.w": torch.ones(1), "calibration_head.w": torch.ones(1)}
+    save_file(tensors | heads, folder / "model.safetensors")
+    (folder / "model.json").write_text(json.dumps(description))
+    return network
+
+
+def test_bare_resnet_is_rebuilt_from_its_shapes(tmp_path):
+    network, size = build(SPEC)
+    backbone = load_backbone(saved(network, tmp_path / "a.pt"))
+    assert backbone.spec == SPEC
+    assert (backbone.feature_dim, backbone.input_size) == (size, 32)
+    assert torch.equal(features(backbone), features(network))
+    assert {"mean", "std", "input_size", "stem.pool", "stem.padding", "stem.stride"} == set(backbone.assumed)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "width"),
+    [
+        ("resnet50", 1, 64),
+        ("resnext50_32x4d", 32, 4),
+        ("resnext101_64x4d", 64, 4),
+        ("wide_resnet50_2", 1, 128),
+    ],
+)
+def test_groups_and_widths_are_read_from_the_shapes(name, groups, width):
+    with torch.device("meta"):
+        state = models.get_model(name).state_dict()
+    found, open_facts = resnet_spec(state)
+    assert (found["groups"], found["width_per_group"], open_facts) == (groups, width, ())
+    assert not compare(skeleton(found), state)
+
+
+def test_official_resnet_gives_the_input_of_its_classifier(tmp_path):
+    network = models.resnet18()
+    backbone = load_backbone(saved(network, tmp_path / "a.pt"))
+    network.fc = torch.nn.Identity()
+    assert torch.equal(features(backbone), features(network))
+    assert backbone.input_size == 224
+    assert backbone.assumed == ("mean", "std", "input_size")
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "mobilenet_v3_small"])
+def test_other_torchvision_networks_are_told_by_their_names_and_shapes(tmp_path, name):
+    backbone = load_backbone(saved(models.get_model(name), tmp_path / "a.pt"))
+    assert backbone.spec == {"family": "torchvision", "name": name}
+    assert features(backbone).shape == (2, backbone.feature_dim)
+
+
+def test_timm_model_is_named_by_its_file_by_the_user_or_by_the_config_beside_it(tmp_path):
+    network = timm.create_model("test_resnet", num_classes=7)
+    by_file = load_backbone(saved(network, tmp_path / "my-test_resnet_ep5.pth"))
+    by_user = load_backbone(saved(network, tmp_path / "a.pth"), arch="test_resnet")
+    config = {
+        "architecture": "test_resnet",
+        "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "input_size": [3, 48, 48]},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    by_config = load_backbone(tmp_path / "a.pth")
+    network.reset_classifier(0)
+    for backbone in (by_file, by_user, by_config):
+        assert torch.equal(features(backbone), features(network))
+    assert by_config.input_size == 48
+    assert by_config.mean.tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert by_file.mean.tolist() == [0.5] * 3
+
+
+def test_training_payload_of_timm_states_model_and_image_size(tmp_path):
+    network = timm.create_model("test_resnet")
+    arguments = argparse.Namespace(model="test_resnet", img_size=40, mean=None, std=None, input_size=None)
+    payload = {"arch": "test_resnet", "state_dict": network.state_dict(), "version": 2, "args": arguments}
+    torch.save(payload, tmp_path / "last.pth.tar")
+    backbone = load_backbone(tmp_path / "last.pth.tar")
+    assert backbone.spec["name"] == "test_resnet"
+    assert backbone.input_size == 40
+
+
+def test_vision_transformer_is_built_for_the_image_size_of_its_positions(tmp_path):
+    network = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, num_classes=0)
+    path = saved(network, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="does not fit"):  # depth 1 is no model of timm's
+        load_backbone(path, arch="vit_tiny_patch16_224")
+    whole = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=0)
+    backbone = load_backbone(saved(whole, path), arch="vit_tiny_patch16_224")
+    assert backbone.input_size == 64
+    images = torch.nn.functional.interpolate(IMAGES, size=64)
+    assert torch.equal(features(backbone, images), features(whole, images))
+
+
+def test_twins_in_names_and_shapes_that_compute_otherwise_are_not_guessed(tmp_path):
+    network = timm.create_model("tf_efficientnet_lite0")
+    # Fresh networks hide the difference in padding behind features close to 0.
+    state = {k: v + 0.5 if k.endswith("bias") else v for k, v in network.state_dict().items()}
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(UserError, match=r"efficientnet_lite0, tf_efficientnet_lite0.*--arch"):
+        load_backbone(tmp_path / "a.pth")
+
+
+def test_architecture_that_does_not_fit_is_refused(tmp_path):
+    path = saved(models.resnet18(), tmp_path / "a.pth")
+    with pytest.raises(UserError, match="basic blocks"):
+        load_backbone(path, arch="resnet50")
+    with pytest.raises(UserError, match="rsnet18"):
+        load_backbone(path, arch="rsnet18")
+    with pytest.raises(UserError, match="did you mean 'torchvision'"):
+        load_backbone(path, format="torchvison")
+
+
+def test_unknown_network_is_refused_with_what_to_type(tmp_path):
+    torch.save({"a.weight": torch.ones(2)}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="pass --arch NAME"):
+        load_backbone(tmp_path / "a.pth")
+
+
+def test_network_for_grey_images_is_refused(tmp_path):
+    network, _ = build(SPEC)
+    state = network.state_dict() | {"conv1.weight": torch.ones(4, 1, 3, 3)}
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="conv1 with 1 channels"):
+        load_backbone(tmp_path / "a.pth")
+
+
+def test_published_weights_without_a_network_are_refused_at_once(monkeypatch, tmp_path):
+    def nowhere(*_arguments):
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("https_proxy", raising=False)
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    with pytest.raises(UserError, match=r"could not fetch.*--arch convnext_zepto_rms"):
+        load_backbone("timm:convnext_zepto_rms")
+    with pytest.raises(UserError, match="timm has no model 'resnet1'"):
+        load_backbone("timm:resnet1")
+
+
+def test_result_folder_gives_its_backbone_and_states_its_input(tmp_path):
+    network = result_folder(tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        backbone = load_backbone(path)
+        assert torch.equal(features(backbone), features(network))
+        assert backbone.mean.tolist() == pytest.approx([0.1] * 3)
+        assert (backbone.input_size, backbone.assumed) == (28, ())
+    description, tensors = read_native(tmp_path)
+    assert description["version"] == 1
+    assert "clustering_head.w" in tensors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "upgrade"),
+        ({"format": "other"}, "not a result of cdc-refine"),
+        ({"backbone": {"spec": SPEC}}, "feature_dim, mean, std, input_size"),
+    ],
+)
+def test_result_folder_with_a_strange_description_is_refused(tmp_path, changes, words):
+    result_folder(tmp_path, **changes)
+    with pytest.raises(UserError, match=words):
+        read_native(tmp_path)
+
+
+def test_unfinished_result_folder_is_told_as_such(tmp_path):
+    result_folder(tmp_path)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(UserError, match=r"no model\.json; is the run unfinished"):
+        load_backbone(tmp_path)
+    result_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no model\.safetensors; is the run unfinished"):
+        load_backbone(tmp_path)
+    with pytest.raises(UserError, match="there is no result folder"):
+        read_native(tmp_path / "nowhere")
+
+
+def test_backbone_of_a_users_own_class_cannot_be_rebuilt_from_a_result(tmp_path):
+    record = {"spec": None, "feature_dim": 1, "mean": [0] * 3, "std": [1] * 3, "input_size": 8}
+    result_folder(tmp_path, backbone=record)
+    with pytest.raises(UserError, match="own class"):
+        load_backbone(tmp_path)
+
+
+def test_new_format_is_found_by_its_rank_without_touching_the_loader(tmp_path, monkeypatch):
+    network, size = build(SPEC)
+    path = saved(network, tmp_path / "a.pt")
+    made = Backbone(network, size, [0.5] * 3, [0.5] * 3, 32)
+    early = CheckpointFormat(
+        "early", lambda _: True, lambda _checkpoint, _wanted: Loaded(made, Origin("early")), rank=1
+    )
+    monkeypatch.setitem(formats._entries, "early", early)
+    assert find_format(read_checkpoint(path)).name == "early"
+    assert load_backbone(path) is made
+    assert load_backbone(path, format="torchvision") is not made

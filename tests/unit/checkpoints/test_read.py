@@ -1,0 +1,224 @@
+"""Reading files safely: what opens, what is refused, and in which words."""
+
+import argparse
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from cdc_plugin.checkpoints.read import find_state_dict, payload_fields, read_checkpoint, strip_prefix
+from cdc_plugin.errors import UserError
+
+WEIGHTS = {"conv.weight": torch.arange(4.0), "conv.bias": torch.ones(1)}
+
+
+class RunsACommand:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.target}",)
+
+
+def refused(path):
+    with pytest.raises(UserError) as caught:
+        read_checkpoint(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_state_dict_is_read_from_both_torch_formats(tmp_path, zipped):
+    torch.save(WEIGHTS, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    state = read_checkpoint(tmp_path / "a.pth").state
+    assert list(state) == list(WEIGHTS)
+    assert torch.equal(state["conv.weight"], WEIGHTS["conv.weight"])
+
+
+def test_safetensors_and_the_file_beside_it_are_read(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18"}')
+    (tmp_path / "args.json").write_text("not json")
+    checkpoint = read_checkpoint(tmp_path)
+    assert set(checkpoint.state) == set(WEIGHTS)
+    assert checkpoint.sidecar == {"config.json": {"architecture": "resnet18"}}
+
+
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "teacher", "my_network"])
+def test_weights_are_found_below_a_wrapper(wrapper):
+    payload = {wrapper: WEIGHTS, "epoch": 3, "optimizer": {"state": {}, "param_groups": []}}
+    assert find_state_dict(payload) == WEIGHTS
+
+
+def test_a_stray_tensor_in_the_payload_is_not_taken_for_the_weights():
+    payload = {"temperature": torch.ones(1), "state_dict": WEIGHTS, "epoch": 1, "metric": 0.5}
+    assert find_state_dict(payload) == WEIGHTS
+
+
+def test_prefixes_go_only_if_every_key_has_them_and_letters_stay():
+    wrapped = {f"module._orig_mod.{key}": value for key, value in {"model.w": 1, "dule.w": 2}.items()}
+    wrapped = {key: torch.tensor(value) for key, value in wrapped.items()}
+    assert list(find_state_dict(wrapped)) == ["model.w", "dule.w"]
+    mixed = {"module.a": torch.ones(1), "b": torch.ones(1)}
+    assert list(find_state_dict(mixed)) == ["module.a", "b"]
+    assert strip_prefix({"a.a.b": 1, "c": 2}, "a.") == {"a.b": 1}
+
+
+def test_arguments_of_a_training_script_are_read_without_their_class(tmp_path):
+    payload = {"state_dict": WEIGHTS, "args": argparse.Namespace(img_size=64), "best": np.float64(0.5)}
+    torch.save(payload, tmp_path / "a.pth")
+    checkpoint = read_checkpoint(tmp_path / "a.pth")
+    assert not isinstance(checkpoint.payload["args"], argparse.Namespace)
+    assert payload_fields(checkpoint.payload["args"]) == {"img_size": 64}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_file_that_would_run_a_command_is_refused_and_does_not_run(tmp_path, zipped):
+    payload = {"state_dict": WEIGHTS, "extra": RunsACommand(tmp_path / "ran")}
+    torch.save(payload, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    message = refused(tmp_path / "a.pth")
+    assert "system" in message
+    assert "refused" in message
+    assert not (tmp_path / "ran").exists()
+
+
+def test_bare_pickle_that_would_run_a_command_is_refused(tmp_path):
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(RunsACommand(tmp_path / "ran"), protocol=2))
+    refused(tmp_path / "a.pkl")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickled_network_is_refused_with_the_advice_to_save_a_state_dict(tmp_path):
+    torch.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "a.pth")
+    message = refused(tmp_path / "a.pth")
+    assert "whole pickled network (torch.nn.modules.container.Sequential)" in message
+    assert "state_dict()" in message
+    assert "--trust-checkpoint" in message
+    torch.save({"model": nn.Linear(2, 2), "epoch": 3}, tmp_path / "b.pth")
+    assert "whole pickled network" in refused(tmp_path / "b.pth")
+
+
+def test_pickled_network_opens_for_a_user_who_trusts_it_and_only_then(tmp_path):
+    network = nn.Sequential(nn.Linear(2, 2))
+    for payload in (network, {"model": network, "epoch": 3}):
+        torch.save(payload, tmp_path / "a.pth")
+        checkpoint = read_checkpoint(tmp_path / "a.pth", trust=True)
+        assert torch.equal(checkpoint.state["0.weight"], network[0].weight)
+    assert isinstance(checkpoint.payload["model"], nn.Module)
+
+
+def test_trust_runs_no_code_where_none_is_needed(tmp_path, monkeypatch):
+    def never(*_arguments, **_options):
+        raise AssertionError("opened unsafely")
+
+    torch.save({"state_dict": WEIGHTS, "args": argparse.Namespace(a=1)}, tmp_path / "a.pth")
+    monkeypatch.setattr(torch, "load", never)
+    assert set(read_checkpoint(tmp_path / "a.pth", trust=True).state) == set(WEIGHTS)
+
+
+def test_trusted_file_whose_classes_are_gone_is_one_line(tmp_path):
+    (tmp_path / "a.pth").write_bytes(b"\x80\x02cgone.package\nrun\n)R.")
+    with pytest.raises(UserError, match="although it is trusted") as caught:
+        read_checkpoint(tmp_path / "a.pth", trust=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_network_among_the_settings_does_not_hide_the_weights(tmp_path):
+    torch.save({"state_dict": WEIGHTS, "hyper_parameters": {"loss": nn.CosineSimilarity()}}, tmp_path / "a.pth")
+    assert set(read_checkpoint(tmp_path / "a.pth").state) == set(WEIGHTS)
+
+
+def test_missing_file_names_its_neighbours(tmp_path):
+    torch.save(WEIGHTS, tmp_path / "resnet18.pth")
+    assert "resnet18.pth" in refused(tmp_path / "resnet19.pth")
+    assert "nor a folder" in refused(tmp_path / "no" / "a.pth")
+
+
+def test_folder_without_one_checkpoint_is_refused(tmp_path):
+    assert "nothing" in refused(tmp_path)
+    for name in ("a.pth", "b.pth"):
+        torch.save(WEIGHTS, tmp_path / name)
+    assert "2 checkpoints (a.pth, b.pth)" in refused(tmp_path)
+
+
+def test_files_that_are_no_checkpoints_are_told_apart(tmp_path):
+    torch.save(WEIGHTS, tmp_path / "whole.pth")
+    torch.save(WEIGHTS, tmp_path / "legacy.pth", _use_new_zipfile_serialization=False)
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("readme", "x")
+    contents = {
+        "empty.pth": b"",
+        "text.pth": b"<html>404</html>",
+        "pointer.pth": b"version https://git-lfs.github.com/spec/v1\n",
+        "cut.pth": (tmp_path / "whole.pth").read_bytes()[:700],
+        "cut_legacy.pth": (tmp_path / "legacy.pth").read_bytes()[:-8],
+        "cut.safetensors": b"\x40\x00\x00\x00\x00\x00\x00\x00{",
+        "noise.pth": bytes(range(256)),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    expected = {
+        "empty.pth": "is empty",
+        "text.pth": "is text",
+        "pointer.pth": "git lfs pull",
+        "cut.pth": "damaged or cut short (700 bytes)",
+        "cut_legacy.pth": "damaged",
+        "cut.safetensors": "safetensors",
+        "noise.pth": "something else",
+        "archive.zip": "zip archive",
+    }
+    for name, words in expected.items():
+        assert words in refused(tmp_path / name), name
+
+
+def test_containers_are_told_by_content_not_by_name(tmp_path):
+    save_file(WEIGHTS, tmp_path / "a.pth")
+    assert set(read_checkpoint(tmp_path / "a.pth").state) == set(WEIGHTS)
+    torch.save(WEIGHTS, tmp_path / "b.safetensors")
+    assert set(read_checkpoint(tmp_path / "b.safetensors").state) == set(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("conv.weight", torch.tensor([1.0, -2e13]), "impossible values in conv.weight"),
+        ("conv.weight", torch.tensor([1.0, float("-inf")]), "NaN or infinite"),
+        ("bn.running_var", torch.tensor([1.0, -0.5]), "impossible values in bn.running_var"),
+        ("conv.weight", torch.tensor([float("nan")]).half(), "NaN or infinite"),
+    ],
+)
+def test_values_that_no_network_has_are_refused(tmp_path, name, value, words):
+    torch.save({name: value, "b": torch.ones(1)}, tmp_path / "a.pth")
+    assert words in refused(tmp_path / "a.pth")
+
+
+def test_half_precision_and_numbers_of_numpy_are_taken(tmp_path):
+    weights = {"a": torch.ones(2).half(), "b": torch.ones(2).bfloat16(), "c": torch.empty(0)}
+    torch.save({"model": weights, "head": np.int64(3), "path": Path("data")}, tmp_path / "a.pth")
+    checkpoint = read_checkpoint(tmp_path / "a.pth")
+    assert checkpoint.state["a"].dtype == torch.float16
+    assert (checkpoint.payload["head"], checkpoint.payload["path"]) == (3, "data")
+
+
+def test_moving_average_is_not_taken_for_the_network():
+    average = {key: value + 1 for key, value in WEIGHTS.items()}
+    for name in ("state_dict_ema", "model_ema"):
+        assert find_state_dict({name: average, "state_dict": WEIGHTS}) == WEIGHTS
+
+
+def test_keys_that_are_no_names_are_left_out():
+    assert find_state_dict(WEIGHTS | {3: torch.ones(1)}) == WEIGHTS
+
+
+def test_payload_without_tensors_and_weights_with_nan_are_refused(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "a.pth")
+    assert "found none (it holds: epoch)" in refused(tmp_path / "a.pth")
+    torch.save(WEIGHTS | {"bad": torch.tensor([1.0, float("nan")])}, tmp_path / "b.pth")
+    assert "1 of 3 tensors, as bad" in refused(tmp_path / "b.pth")

@@ -1,0 +1,73 @@
+"""Strict loading: nothing is left out in silence."""
+
+import pytest
+import torch
+from torch import nn
+
+from cdc_plugin.checkpoints.weights import WeightsMismatchError, compare, load_strictly, nearest
+from cdc_plugin.errors import UserError
+
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+
+def test_whole_state_dict_is_copied_and_half_precision_widened():
+    source, target = network(), network()
+    load_strictly(target, {key: value.half() for key, value in source.state_dict().items()}, "test")
+    assert target[0].weight.dtype == torch.float32
+    assert torch.equal(target[0].weight, source[0].weight.half().float())
+
+
+def test_classifier_and_batch_counter_may_differ():
+    state = network().state_dict() | {"fc.weight": torch.ones(2), "head.bias": torch.ones(2)}
+    del state["1.num_batches_tracked"]
+    assert not compare(network(), state)
+    load_strictly(network(), state, "test")
+
+
+def test_every_disagreement_is_counted_and_named_with_its_neighbour():
+    state = network().state_dict()
+    state["0.weights"] = state.pop("0.weight")
+    state["1.bias"] = torch.zeros(5)
+    with pytest.raises(UserError) as caught:
+        load_strictly(network(), state, "a.pth")
+    message = str(caught.value)
+    assert "5 of 7 weights match, 1 missing, 1 unexpected, 1 misshapen" in message
+    assert "missing 0.weight (near: 0.weights)" in message
+    assert "shapes 1.bias (5,) for (4,)" in message
+    assert "\n" not in message
+
+
+def test_refused_load_leaves_the_network_as_it_was():
+    target = network()
+    before = target[0].weight.clone()
+    state = network().state_dict() | {"extra": torch.ones(1)}
+    with pytest.raises(UserError):
+        load_strictly(target, state, "test")
+    assert torch.equal(target[0].weight, before)
+
+
+def test_at_most_five_names_of_a_kind_are_listed():
+    state = network().state_dict() | {f"extra{number}": torch.ones(1) for number in range(9)}
+    with pytest.raises(UserError) as caught:
+        load_strictly(network(), state, "test")
+    assert "9 unexpected" in str(caught.value)
+    assert "extra4" in str(caught.value)
+    assert "extra5" not in str(caught.value)
+
+
+def test_the_error_holds_every_name_and_shape():
+    state = network().state_dict() | {f"extra{number}": torch.ones(1) for number in range(9)}
+    state["1.bias"] = torch.zeros(5)
+    with pytest.raises(WeightsMismatchError) as caught:
+        load_strictly(network(), state, "test")
+    assert len(caught.value.differences.unexpected) == 9
+    assert caught.value.shapes == {"1.bias": ((5,), (4,))}
+
+
+def test_nearest_name_is_none_where_nothing_is_alike():
+    assert nearest("layer1.0.conv1.weight", ["backbone.layer1.0.conv1.weight", "fc.bias"]) == (
+        "backbone.layer1.0.conv1.weight"
+    )
+    assert nearest("conv1.weight", ["queue"]) is None

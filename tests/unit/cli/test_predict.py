@@ -1,0 +1,269 @@
+import csv
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cdc_plugin.cli.predict import EPILOG, predict_command, predict_parser
+from cdc_plugin.core.mahalanobis import Prototypes
+from cdc_plugin.evaluation import predict as prediction
+from cdc_plugin.evaluation import predict_resume as prediction_parts
+from cdc_plugin.evaluation import prediction_table as tables
+from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.heads import ClusterHead
+from tests.helpers import ROOT
+
+
+@pytest.fixture
+def model(tiny_backbone, tmp_path) -> Path:
+    """A result folder of a model that is more or less sure of the digits."""
+    torch.manual_seed(3)
+    heads = [ClusterHead(8, 12, 3) for _ in range(2)]
+    for head in heads:
+        head(torch.randn(40, 8))
+        head[-1].weight.data *= 30
+    folder = tmp_path / "run"
+    folder.mkdir()
+    Clusterer(tiny_backbone, *heads).save(folder, {})
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path, digits, write_images) -> Path:
+    return write_images(tmp_path / "photos", digits[0][:30])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table_of(path: Path) -> object:
+    """What a file holds; of Parquet the rows, as its groups may differ."""
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    return path.read_bytes()
+
+
+def sort(capsys, *words: object) -> list[str]:
+    """Run the command; returns the lines it printed."""
+    predict_command([str(word) for word in words] + ["--device", "cpu"])
+    return capsys.readouterr().out.splitlines()
+
+
+def refuse(capsys, *words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        predict_command([str(word) for word in words])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1, printed.err
+    return printed.err
+
+
+def test_help_answers_without_torch_or_numpy():
+    code = (
+        "import sys; from cdc_plugin.cli import predict as cli_predict; cli_predict.predict_parser().format_help();"
+        "assert not {'torch', 'numpy', 'omegaconf', 'PIL', 'scipy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_every_option_of_the_help_examples_exists():
+    known = {option for action in predict_parser()._actions for option in action.option_strings}
+    torchruns = {"--nproc-per-node"}
+    assert {word.rstrip(":") for word in EPILOG.split() if word.startswith("--")} <= known | torchruns
+
+
+def test_a_threshold_marks_rows_and_drops_none(capsys, model, photos, tmp_path):
+    out = tmp_path / "new.csv"
+    lines = sort(capsys, "--model", model, "--data", photos, "--out", out, "--min-confidence", 0.8)
+    rows = rows_of(out)
+    marked = [row["selected"] == "1" for row in rows]
+    assert len(rows) == 30
+    assert marked == [float(row["confidence"]) >= 0.8 for row in rows]
+    assert 0 < sum(marked) < 30
+    expected = np.mean([float(row["confidence"]) for row in rows if row["selected"] == "1"])
+    assert lines[1] == (
+        f"{sum(marked)} of 30 images ({100 * sum(marked) / 30:.1f} %) selected: confidence at least 0.8, "
+        f"expected accuracy {100 * expected:.1f} %"
+    )
+
+
+def test_a_target_takes_the_largest_set_and_its_threshold_gives_the_same_set_again(capsys, model, photos, tmp_path):
+    words = ["--model", model, "--data", photos]
+    lines = sort(capsys, *words, "--out", tmp_path / "a.csv", "--target-accuracy", 0.85)
+    threshold = lines[1].split("at least ")[1].split(",")[0]
+    sort(capsys, *words, "--out", tmp_path / "b.csv", "--min-confidence", threshold)
+    rows = rows_of(tmp_path / "a.csv")
+    assert rows == rows_of(tmp_path / "b.csv")
+    confidence = sorted((float(row["confidence"]) for row in rows), reverse=True)
+    count = sum(row["selected"] == "1" for row in rows)
+    assert 0 < count < 30
+    assert np.mean(confidence[:count]) >= 0.85 > np.mean(confidence[: count + 1])
+
+
+def test_nothing_and_everything_selected_are_said_plainly(capsys, model, photos, tmp_path):
+    words = ["--model", model, "--data", photos, "--out", tmp_path / "new.csv", "--overwrite"]
+    assert "all 30 images selected: confidence at least 0.1" in sort(capsys, *words, "--min-confidence", 0.1)[1]
+    line = sort(capsys, *words, "--target-accuracy", 1)[1]
+    surest = max(row["confidence"] for row in rows_of(tmp_path / "new.csv"))
+    assert line == f"no image selected: the surest has confidence {surest}"
+    assert {row["selected"] for row in rows_of(tmp_path / "new.csv")} == {"0"}
+
+
+@pytest.mark.parametrize("name", ["new.csv", "new.parquet", "new.json", "new.xml", "sorted"])
+@pytest.mark.parametrize("wish", [[], ["--min-confidence", 0.8], ["--target-accuracy", 0.85]], ids=str)
+def test_many_images_in_parts_are_written_as_few_in_one_are(capsys, model, photos, tmp_path, monkeypatch, name, wish):
+    tools = {"new.json": "label-studio", "new.xml": "cvat", "sorted": "folders"}
+    to = ["--to", tools[name]] if name in tools else []
+    (photos / "image 011.png").write_bytes(b"x")
+    written, said = [], []
+    for size in (8192, 8):
+        monkeypatch.setattr(prediction_parts, "PART", size)
+        words = ["--model", model, "--data", photos, "--out", tmp_path / name, "--batch-size", 8, *to, *wish]
+        said.append(sort(capsys, *words, "--overwrite"))
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and not {"run", "photos"} & set(path.parts)]
+        assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+        written.append({path: table_of(path) for path in files})
+    assert said[0] == said[1]
+    assert written[0] == written[1]
+
+
+def test_images_in_parts_are_drawn_for_an_audit_as_all_at_once_are(capsys, model, photos, tmp_path, monkeypatch):
+    sheets = []
+    for size in (8192, 8):
+        monkeypatch.setattr(prediction_parts, "PART", size)
+        sort(capsys, "--model", model, "--data", photos, "--out", tmp_path / "check", "--audit", 9, "--overwrite")
+        sheets.append((tmp_path / "check" / "audit.csv").read_bytes())
+    assert sheets[0] == sheets[1]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_table_that_cannot_be_written_leaves_the_parts_for_the_next_time(
+    capsys, model, photos, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(prediction_parts, "PART", 8)
+    words = ["--model", model, "--data", photos, "--out", tmp_path / "new.csv"]
+
+    def full(*_arguments):
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(tables, "_cell", full)
+        assert "no space left while writing" in refuse(capsys, *words, "--device", "cpu")
+    assert len(list((tmp_path / ".new.csv.parts").glob("*.npz"))) == 4
+    with monkeypatch.context() as fault:
+        fault.setattr(prediction, "_columns", full)  # nothing is computed again
+        sort(capsys, *words, "--min-confidence", 0.9)
+    assert len(rows_of(tmp_path / "new.csv")) == 30
+    assert not (tmp_path / ".new.csv.parts").exists()
+
+
+def test_without_a_wish_there_is_no_column_of_selected_images(capsys, model, photos, tmp_path):
+    lines = sort(capsys, "--model", model, "--data", photos, "--out", tmp_path / "new.csv")
+    assert len(lines) == 1
+    assert "selected" not in rows_of(tmp_path / "new.csv")[0]
+
+
+def test_an_old_models_confidence_is_called_what_it_is(capsys, model, photos, tmp_path, monkeypatch):
+    import cdc_plugin.evaluation.models
+
+    opened = cdc_plugin.evaluation.models.open_subject(model)
+    opened.model.clustering_head = opened.model.calibration_head
+    monkeypatch.setattr(cdc_plugin.evaluation.models, "open_subject", lambda path, head: opened)
+    predict_command(["--model", str(model), "--data", str(photos), "--out", str(tmp_path / "a.csv"), "--device", "cpu"])
+    assert "its confidence is that of the old model as it is" in capsys.readouterr().err
+
+
+def test_images_to_check_by_hand_are_written_and_their_answers_read(capsys, model, photos, tmp_path):
+    folder = tmp_path / "check"
+    words = ["--model", model, "--data", photos, "--out", folder, "--audit", 12, "--target-accuracy", 0.9]
+    lines = sort(capsys, *words)
+    assert lines[0].startswith("12 of 30 images to check by hand")
+    assert {path.name for path in folder.iterdir()} == {"audit.csv", "audit.html"}
+    assert "already there" in refuse(capsys, *words)
+    sheet = folder / "audit.csv"
+    rows = rows_of(sheet)
+    with open(sheet, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({**row, "answer": "yes"} for row in rows)
+    lines = sort(capsys, "--answers", folder)
+    assert any("12 of 12" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--min-confidence", "0"], "--min-confidence takes a number above 0 and up to 1"),
+        (["--min-confidence", "nan"], "found nan"),
+        (["--target-accuracy", "95"], "such as 0.95; found 95"),
+        (["--target-accuracy", "-1"], "--target-accuracy takes a number above 0"),
+        (["--batch-size", "0"], "--batch-size takes at least 1"),
+        (["--audit", "0"], "--audit takes"),
+        (["--to", "exel"], "--to takes one of csv"),
+        (["--audit", "5", "--to", "csv"], "leave --to csv out"),
+    ],
+    ids=str,
+)
+def test_mistakes_end_with_one_line_before_any_work(capsys, tmp_path, words, message):
+    line = refuse(capsys, "--model", "nowhere", "--data", "nowhere", "--out", tmp_path / "p.csv", *words)
+    assert message in line
+
+
+def test_what_is_missing_is_named(capsys):
+    assert "missing --model, --data, --out" in refuse(capsys)
+    assert "missing --out" in refuse(capsys, "--model", "a", "--data", "b")
+    assert "leave --model out" in refuse(capsys, "--answers", "a", "--model", "b")
+
+
+def test_two_wishes_at_once_end_with_code_two(capsys):
+    with pytest.raises(SystemExit) as end:
+        predict_command(["--min-confidence", "0.9", "--target-accuracy", "0.9"])
+    assert end.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_places_models_and_data_that_will_not_do_end_with_one_line(capsys, tmp_path, model, photos):
+    out = tmp_path / "p.csv"
+    assert "is a folder" in refuse(capsys, "--model", model, "--data", photos, "--out", tmp_path)
+    assert "no folder" in refuse(capsys, "--model", model, "--data", photos, "--out", tmp_path / "a" / "b.csv")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no images" in refuse(capsys, "--model", model, "--data", empty, "--out", out)
+    assert "expected a checkpoint" in refuse(capsys, "--model", empty, "--data", photos, "--out", out)
+    assert "there is no" in refuse(capsys, "--model", tmp_path / "none", "--data", photos, "--out", out)
+    for name in ("config.yaml", "last.pt"):
+        (empty / name).write_bytes(b"")
+    line = refuse(capsys, "--model", empty, "--data", photos, "--out", out)
+    assert f"cdc-refine --resume --out {empty}" in line
+    assert not out.exists()
+
+
+def test_what_the_card_warned_of_is_told_to_those_who_rely_on_confidence(model, photos, capsys, tmp_path):
+    described = json.loads((model / "model.json").read_text())
+    described["provenance"] = {"warnings": ["1 cluster is empty."]}
+    (model / "model.json").write_text(json.dumps(described))
+    words = ["--model", str(model), "--data", str(photos), "--device", "cpu"]
+    predict_command([*words, "--out", str(tmp_path / "a.csv")])
+    assert "1 cluster is empty." not in capsys.readouterr().err
+    predict_command([*words, "--out", str(tmp_path / "b.csv"), "--target-accuracy", "0.5"])
+    assert "warning: when this model was refined: 1 cluster is empty." in capsys.readouterr().err
+
+
+def test_outliers_are_counted_and_those_among_the_selected_too(model, photos, capsys, tmp_path):
+    loaded = load_model(model)
+    loaded.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.5)  # unit features lie at distance 1
+    loaded.save(model, {})
+    lines = sort(
+        capsys, "--model", model, "--data", photos, "--out", tmp_path / "a.csv", "--min-confidence", "0.000001"
+    )
+    assert any(line.startswith("30 images are unlike") and "30 of them selected" in line for line in lines)
+    assert {row["outlier"] for row in rows_of(tmp_path / "a.csv")} == {"1"}

@@ -1,0 +1,227 @@
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from cdc_plugin import __version__
+from cdc_plugin.cli import refine as cli
+from cdc_plugin.cli.predict import predict_command
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.report_record import Report
+from cdc_plugin.training.signals import Terminated
+from tests.helpers import ROOT
+
+QUICK = ["hidden=16", "batch_size=40", "sub_batch_size=20", "mini_clusters=10", "--device", "cpu", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def _no_handler_is_left():
+    log = logging.getLogger("cdc_plugin")
+    before = list(log.handlers)
+    yield
+    log.handlers[:] = before
+
+
+@pytest.fixture
+def photos(tmp_path, digits, write_images):
+    return write_images(tmp_path / "photos", digits[0][:30])
+
+
+def refuse(capsys, arguments, command=cli.refine_command) -> str:
+    """Run a command that must end with one line on stderr and code 2; returns that line."""
+    with pytest.raises(SystemExit) as end:
+        command([str(word) for word in arguments])
+    printed = capsys.readouterr()
+    assert end.value.code == 2
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    assert len(lines) == 1, printed.err
+    assert "error: " in lines[0]
+    return lines[0]
+
+
+def test_help_answers_without_torch_or_numpy():
+    code = (
+        "import sys; from cdc_plugin.cli import refine as cli; cli.refine_parser().format_help();"
+        "assert not {'torch', 'numpy', 'omegaconf', 'PIL', 'scipy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("command", [cli.refine_command, predict_command])
+@pytest.mark.parametrize(("flag", "text"), [("--help", "example"), ("--version", __version__)])
+def test_help_and_version_print_and_end_well(command, flag, text, capsys):
+    with pytest.raises(SystemExit) as end:
+        command([flag])
+    assert end.value.code == 0
+    assert text in capsys.readouterr().out
+
+
+def test_every_option_of_the_help_examples_exists():
+    known = {option for action in cli.refine_parser()._actions for option in action.option_strings}
+    used = {word for word in cli.REFINE_EPILOG.split() if word.startswith("--")}
+    assert used <= known
+
+
+def test_recipes_are_listed_with_what_they_are_for(capsys):
+    cli.refine_command(["--list-recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("cifar10 ") and "60,000 images" in line for line in lines)
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
+
+
+def test_a_dry_run_prints_a_recipe_and_the_plan_and_writes_nothing(capsys, tmp_path, photos, tiny_checkpoint):
+    before = sorted(tmp_path.rglob("*"))
+    out = tmp_path / "out"
+    cli.refine_command(
+        ["--dry-run", "--backbone", str(tiny_checkpoint), "--data", str(photos), "--clusters", "3", "--out", str(out)]
+    )
+    printed = capsys.readouterr().out
+    settings = yaml.safe_load(printed)
+    assert settings["clusters"] == 3
+    assert all(settings[name] is not None for name in ("batch_size", "sub_batch_size", "epochs", "lr_heads"))
+    assert "# images: 30 from" in printed
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_words_may_stand_before_and_after_options(capsys, photos, tiny_checkpoint):
+    cli.refine_command(
+        ["epochs=7", "--dry-run", "--backbone", str(tiny_checkpoint), "seed=5", "--data", str(photos), "clusters=3"]
+    )
+    settings = yaml.safe_load(capsys.readouterr().out)
+    assert (settings["epochs"], settings["seed"], settings["clusters"]) == (7, 5, 3)
+
+
+def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, tmp_path, photos, tiny_checkpoint):
+    out, table = tmp_path / "out", tmp_path / "new.csv"
+    arguments = ["--backbone", str(tiny_checkpoint), "--data", str(photos), "--clusters", "2", "--out", str(out)]
+    cli.refine_command([*arguments, "--epochs", "1", "--seed", "3", *QUICK])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "30 images in 2 clusters" in printed.out
+    assert f"results: {out}" in printed.out
+    assert json.loads((out / "report.json").read_text())["seed"] == 3
+    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--device", "cpu"])
+    assert "30 images, mean confidence" in capsys.readouterr().out
+    assert len(table.read_text().splitlines()) == 31
+    line = refuse(capsys, ["--model", out, "--data", photos, "--out", table], predict_command)
+    assert "already there" in line
+    (photos / "broken.png").write_bytes(b"x")
+    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--overwrite", "--device", "cpu"])
+    assert "skipped broken.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--backbone": "nowhere.pt"}, "nowhere.pt"),
+        ({"--backbone": None}, "missing --backbone"),
+        ({"--data": "nowhere"}, "nothing at nowhere"),
+        ({"--data": None}, "missing --data"),
+        ({"--clusters": None}, "missing --clusters"),
+        ({"--clusters": "1"}, "clusters must be at least 2"),
+        ({"--clusters": "31"}, "too few for 31 clusters"),
+        ({"--recipe": "cifar"}, "no recipe 'cifar'"),
+        ({"--device": "gpu"}, "try --device cpu"),
+        ({"--format": "solo"}, "unknown checkpoint format 'solo'"),
+        ({"--arch": "resnet_99"}, "resnet_99"),
+        ({"--epochs": "-1"}, "epochs must be 0 or more"),
+        ({"word": "epoch=3"}, "did you mean epochs?"),
+        ({"word": "nonsense"}, "expected key=value"),
+        ({"word": "batch_size=2"}, "batch_size=12 or more"),
+        ({"word": "selection=best"}, "unknown selection 'best'"),
+        ({"word": "augment.exclude=[blur]"}, "blur"),
+        ({"word": "mean=[1,2]"}, "mean takes 3 numbers"),
+    ],
+    ids=str,
+)
+def test_mistakes_end_with_one_line(capsys, tmp_path, photos, tiny_checkpoint, changes, message):
+    given = {"--backbone": tiny_checkpoint, "--data": photos, "--clusters": "3", "--out": tmp_path / "out", **changes}
+    word = given.pop("word", None)
+    words = [part for option, value in given.items() if value is not None for part in (option, value)]
+    assert message in refuse(capsys, [*words, *([word] if word else []), "--quiet"])
+
+
+def test_an_error_of_the_program_is_not_disguised_as_the_users(monkeypatch):
+    def broken(**_arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("cdc_plugin.config.schema.load_config", lambda *arguments: broken())
+    with pytest.raises(ZeroDivisionError):
+        cli.refine_command(["--dry-run"])
+
+
+@pytest.mark.parametrize("error", [AttributeError("half cleaned up"), UserError("cannot write")])
+@pytest.mark.parametrize(("interruption", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143)])
+def test_what_fails_because_it_was_interrupted_is_an_interruption(error, interruption, code, monkeypatch, capsys):
+    def interrupted(*_arguments):
+        try:
+            raise interruption
+        finally:
+            raise error
+
+    monkeypatch.setattr("cdc_plugin.config.schema.load_config", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.refine_command(["--demo"])
+    assert ended.value.code == code
+    assert "go on with --resume" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_how_to_go_on(monkeypatch, capsys):
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cdc_plugin.config.schema.load_config", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.refine_command([])
+    assert end.value.code == 130
+    assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["--clusters", "many"], ["--resume", "--overwrite"]])
+def test_words_that_no_option_takes_end_with_code_two(capsys, arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.refine_command(arguments)
+    assert end.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def figures(**changes) -> dict:
+    head = {"ACC": 0.9, "NMI": 0.8, "ARI": 0.7, "ECE": 0.05, "CONF": 0.85, "cluster_sizes": [1, 1]}
+    metrics = {
+        "images": 2,
+        "clusters": 2,
+        "labels": True,
+        "before": {"kmeans": {**head, "ECE": None}, "clustering_head": head, "calibration_head": head},
+        "after": {"kmeans": {**head, "ECE": None}, "clustering_head": head, "calibration_head": {**head, "ACC": 0.95}},
+        "label_free": {"expected_accuracy": 0.85, "heads_agree": 1.0, "warnings": []},
+        "skipped": [],
+    }
+    return {**metrics, **changes}
+
+
+def test_the_outcome_shows_before_and_after_and_a_dash_where_there_is_no_figure():
+    text = cli.outcome(Report(figures(), np.rec.array([(1,)]), None))
+    rows = {line[:24].strip(): line for line in text.splitlines()}
+    assert "90.0 -> 95.0" in rows["calibration head"]
+    assert "- -> -" in rows["k-means on the features"]
+    assert "expected accuracy 85.0%" in text
+
+
+def test_the_outcome_without_labels_states_no_accuracy_and_repeats_the_warnings_of_the_card():
+    warnings = [{"kind": "empty", "text": "1 cluster is empty."}]
+    facts = {"expected_accuracy": 0.85, "heads_agree": 1.0, "warnings": warnings}
+    metrics = figures(labels=False, label_free=facts, skipped=[{"image": "a", "reason": "b"}])
+    text = cli.outcome(Report(metrics, np.rec.array([(1,)]), None))
+    assert "ACC" not in text
+    assert "warning: 1 cluster is empty." in text
+    assert "1 image could not be read; report.json names it" in text
+
+
+def test_a_user_error_is_a_plain_exception():
+    assert issubclass(UserError, Exception)

@@ -1,0 +1,116 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cdc_plugin.comparison.baselines.cc_losses import cluster_contrast, pair_contrast
+
+
+def random_pair(rows: int = 5, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    randomness = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, rows, size, generator=randomness, dtype=torch.float64)
+    return first, second
+
+
+def contrast_by_loops(first: np.ndarray, second: np.ndarray, temperature: float) -> float:
+    views = [[row / np.linalg.norm(row) for row in view] for view in (first, second)]
+    losses = []
+    for view in (0, 1):
+        for i, row in enumerate(views[view]):
+            positive = math.exp(row @ views[1 - view][i] / temperature)
+            others = [math.exp(row @ other / temperature) for other in views[1 - view]]
+            others += [math.exp(row @ other / temperature) for j, other in enumerate(views[view]) if j != i]
+            losses.append(-math.log(positive / sum(others)))
+    return sum(losses) / len(losses)
+
+
+def test_two_orthogonal_pairs_by_hand():
+    # Every row has its partner at cosine 1 and the two rows of the other pair at cosine 0.
+    rows = torch.eye(2)
+    assert pair_contrast(rows, rows, 1.0).item() == pytest.approx(math.log((math.e + 2) / math.e))
+    assert pair_contrast(rows, rows, 0.5).item() == pytest.approx(math.log((math.e**2 + 2) / math.e**2))
+
+
+def test_clear_and_even_clusters_by_hand():
+    # Columns (1, 0) and (0, 1) in both views, and two clusters of one image: entropy log 2 in each view.
+    logits = torch.tensor([[200.0, 0.0], [0.0, 200.0]])
+    expected = math.log((math.e + 2) / math.e) - 2 * math.log(2)
+    assert cluster_contrast(logits, logits, 1.0).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0])
+def test_contrast_agrees_with_loops(temperature):
+    first, second = random_pair()
+    expected = contrast_by_loops(first.numpy(), second.numpy(), temperature)
+    assert pair_contrast(first, second, temperature).item() == pytest.approx(expected)
+
+
+def test_cluster_contrast_agrees_with_loops():
+    first, second = random_pair(12, 3)
+    probs = [F.softmax(logits, dim=1).numpy() for logits in (first, second)]
+    expected = contrast_by_loops(probs[0].T, probs[1].T, 0.7)
+    for view in probs:
+        shares = view.sum(axis=0) / view.sum()
+        expected += sum(share * math.log(share) for share in shares)
+    assert cluster_contrast(first, second, 0.7).item() == pytest.approx(expected)
+
+
+def test_neither_order_of_views_nor_of_rows_nor_their_length_matters():
+    first, second = random_pair()
+    order = torch.tensor([3, 0, 4, 2, 1])
+    length = torch.arange(1.0, 6.0, dtype=torch.float64).unsqueeze(1)
+    before = pair_contrast(first, second, 0.5)
+    torch.testing.assert_close(pair_contrast(second, first, 0.5), before)
+    torch.testing.assert_close(pair_contrast(first[order], second[order], 0.5), before)
+    torch.testing.assert_close(pair_contrast(first * length, second / length, 0.5), before)
+
+
+def test_numbers_of_clusters_and_order_of_images_do_not_matter():
+    first, second = random_pair(8, 4)
+    images, clusters = torch.tensor([5, 1, 0, 7, 2, 6, 3, 4]), torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(
+        cluster_contrast(first[images][:, clusters], second[images][:, clusters], 1.0),
+        cluster_contrast(first, second, 1.0),
+    )
+
+
+def test_partners_attract_and_others_repel():
+    first, second = random_pair()
+    matched = pair_contrast(first, first + 0.01 * second, 0.5)
+    assert matched < pair_contrast(first, (first + 0.01 * second).roll(1, dims=0), 0.5)
+
+
+def test_one_cluster_for_all_images_is_worse_than_even_ones():
+    even = 9.0 * torch.eye(3).repeat(4, 1)
+    collapsed = torch.zeros(12, 3)
+    collapsed[:, 0] = 9.0
+    assert cluster_contrast(even, even, 1.0) < cluster_contrast(collapsed, collapsed, 1.0) - 1
+
+
+def test_gradients_agree_with_finite_differences():
+    first, second = (view.requires_grad_() for view in random_pair(4, 3))
+    assert torch.autograd.gradcheck(lambda a, b: pair_contrast(a, b, 0.5), (first, second))
+    assert torch.autograd.gradcheck(lambda a, b: cluster_contrast(a, b, 1.0), (first, second))
+
+
+def test_a_single_pair_has_nobody_to_be_told_from():
+    rows = torch.randn(1, 3).requires_grad_()
+    loss = pair_contrast(rows, torch.randn(1, 3), 0.5)
+    loss.backward()
+    assert loss.item() == 0
+    assert rows.grad is not None
+    assert torch.isfinite(rows.grad).all()
+
+
+@pytest.mark.parametrize("size", [1e2, 1e30])
+def test_clusters_without_any_probability_leave_loss_and_gradient_finite(size):
+    logits = torch.full((6, 4), -size)
+    logits[:, 0] = size
+    logits.requires_grad_()
+    loss = cluster_contrast(logits, logits.detach(), 1.0) + pair_contrast(torch.zeros(2, 3), torch.zeros(2, 3), 0.5)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()

@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cdc_plugin.comparison.baselines.secu_losses import (
+    assign_by_entropy,
+    assign_by_size,
+    representation_loss,
+    stable_center_loss,
+    updated_duals,
+)
+
+
+def random_cosines(count: int = 30, clusters: int = 4, seed: int = 0) -> torch.Tensor:
+    randomness = torch.Generator().manual_seed(seed)
+    return torch.rand(count, clusters, generator=randomness, dtype=torch.float64) * 2 - 1
+
+
+def negative_entropy_of(sizes: list[int]) -> float:
+    total = sum(sizes)
+    return sum(size / total * math.log(size / total) for size in sizes if size)
+
+
+def test_center_loss_and_its_gradient_by_hand():
+    # p of the own cluster is 3/4, so the own cosine is pulled by (1 - 3/4) / temperature and the other not at all.
+    cosines = torch.tensor([[0.5 * math.log(3.0), 0.0]]).requires_grad_()
+    loss = stable_center_loss(cosines, torch.tensor([0]), 0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(4 / 3))
+    torch.testing.assert_close(cosines.grad, torch.tensor([[-0.25 / 0.5, 0.0]]))
+
+
+def test_a_center_is_moved_by_its_own_points_and_most_by_hard_ones():
+    points = F.normalize(torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1)
+    centers = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    labels = torch.arange(12) % 3
+    stable_center_loss(points @ centers.T, labels, 0.2).backward()
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    for point, label in zip(points, labels.tolist(), strict=True):
+        own = F.softmax(centers.detach() @ point / 0.2, dim=0)[label]
+        expected[label] -= (1 - own) * point / (0.2 * 12)
+    torch.testing.assert_close(centers.grad, expected)
+
+
+def test_a_center_without_points_in_the_batch_stays_where_cross_entropy_would_push_it_away():
+    cosines = random_cosines(6, 3).requires_grad_()
+    labels = torch.tensor([0, 1, 0, 1, 0, 1])
+    stable = torch.autograd.grad(stable_center_loss(cosines, labels, 0.05), cosines)[0]
+    usual = torch.autograd.grad(F.cross_entropy(cosines / 0.05, labels), cosines)[0]
+    assert not stable[:, 2].any()
+    assert (usual[:, 2] > 0).any()
+    torch.testing.assert_close(
+        stable_center_loss(cosines, labels, 0.05), F.cross_entropy(cosines / 0.05, labels), msg="same value"
+    )
+
+
+def test_representation_loss_by_hand():
+    # The first view is at 3/4, the second at 1/2; targets: .2 + .8/2 = .6 and .2 + .8 * 3/4 = .8.
+    first, second = torch.tensor([[0.1 * math.log(3.0), 0.0]]), torch.tensor([[0.0, 0.0]])
+    by_first = -(0.6 * math.log(3 / 4) + 0.4 * math.log(1 / 4))
+    by_second = math.log(2)
+    loss = representation_loss(first, second, torch.tensor([0]), 0.1, 0.2)
+    assert loss.item() == pytest.approx((by_first + by_second) / 2)
+
+
+def test_representation_loss_has_the_gradient_of_fixed_targets():
+    first, second = (random_cosines(seed=seed).requires_grad_() for seed in (0, 1))
+    labels = torch.arange(30) % 4
+    representation_loss(first, second, labels, 0.1, 0.3).backward()
+    probs = [F.softmax(view.detach() / 0.1, dim=1) for view in (first, second)]
+    targets = [0.7 * other + 0.3 * F.one_hot(labels, 4) for other in reversed(probs)]
+    for view, prob, target in zip((first, second), probs, targets, strict=True):
+        torch.testing.assert_close(view.grad, (prob - target) / 0.1 / 30 / 2)
+
+
+def test_representation_loss_does_not_care_which_view_is_first():
+    first, second, labels = random_cosines(seed=0), random_cosines(seed=1), torch.arange(30) % 4
+    there = representation_loss(first, second, labels, 0.05, 0.2)
+    torch.testing.assert_close(there, representation_loss(second, first, labels, 0.05, 0.2))
+    hard = (F.cross_entropy(first / 0.05, labels) + F.cross_entropy(second / 0.05, labels)) / 2
+    torch.testing.assert_close(representation_loss(first, second, labels, 0.05, 1.0), hard)
+
+
+def test_an_entropic_move_by_hand():
+    # From sizes 3, 1 to 2, 2: N times the negative entropy falls from 3 log 3/4 + log 1/4 = -2.249 to -2.773.
+    cosines, labels, sizes = torch.tensor([[0.5, 0.0]]), torch.tensor([0]), torch.tensor([3, 1])
+    gain = (3 * math.log(3 / 4) + math.log(1 / 4)) - 4 * math.log(1 / 2)
+    assert gain == pytest.approx(0.5232, abs=1e-4)
+    assert assign_by_entropy(cosines, labels, sizes, 1.0).tolist() == [1]
+    assert assign_by_entropy(cosines, labels, sizes, 0.5 / gain * 1.01).tolist() == [1]
+    assert assign_by_entropy(cosines, labels, sizes, 0.5 / gain * 0.99).tolist() == [0]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.12, 1.0, 20.0])
+def test_entropic_moves_agree_with_trying_every_cluster(weight):
+    cosines = random_cosines(30, 4)
+    sizes = [12, 1, 0, 17]  # the second holds one point, the third none
+    labels = [0] * 12 + [1] + [3] * 17
+    expected = []
+    for row, old in zip(cosines.tolist(), labels, strict=True):
+        values = []
+        for new in range(4):
+            moved = list(sizes)
+            moved[old] -= 1
+            moved[new] += 1
+            values.append(row[new] - weight * 30 * negative_entropy_of(moved))
+        expected.append(max(range(4), key=values.__getitem__))
+    found = assign_by_entropy(cosines, torch.tensor(labels), torch.tensor(sizes), weight)
+    assert found.tolist() == expected
+
+
+def test_a_million_points_are_counted_to_the_last_one():
+    # The clusters differ by a factor of e: moving to the smaller one is worth 1.
+    sizes = torch.tensor([1_000_000, round(1_000_000 / math.e)])
+    labels = torch.tensor([0, 0])
+    found = assign_by_entropy(torch.tensor([[0.9999, 0.0], [1.0001, 0.0]]), labels, sizes, 1.0)
+    assert found.tolist() == [1, 0]
+
+
+def test_without_weight_and_without_duals_the_nearest_center_is_taken():
+    cosines, labels = random_cosines(), torch.zeros(30, dtype=torch.long)
+    nearest = cosines.argmax(dim=1)
+    assert torch.equal(assign_by_entropy(cosines, labels, torch.tensor([30, 0, 0, 0]), 0.0), nearest)
+    assert torch.equal(assign_by_size(cosines, torch.zeros(4)), nearest)
+
+
+def test_numbers_of_clusters_do_not_matter_to_assignments():
+    cosines, labels, clusters = random_cosines(), torch.arange(30) % 4, torch.tensor([2, 0, 3, 1])
+    sizes, duals = torch.tensor([10, 4, 9, 7]), torch.tensor([0.0, 0.3, 0.1, 0.2])
+    renumbered = clusters.argsort()
+    by_entropy = assign_by_entropy(cosines[:, clusters], renumbered[labels], sizes[clusters], 0.5)
+    assert torch.equal(clusters[by_entropy], assign_by_entropy(cosines, labels, sizes, 0.5))
+    assert torch.equal(clusters[assign_by_size(cosines[:, clusters], duals[clusters])], assign_by_size(cosines, duals))
+
+
+def test_duals_by_hand():
+    # Shares 3/4, 1/4, 0 against a least share of .3: -.45, .05, .3, times the rate; none falls below 0.
+    duals = updated_duals(torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0, 0, 1, 0]), 0.3, 0.5)
+    torch.testing.assert_close(duals, torch.tensor([0.0, 0.125, 0.25]))
+
+
+def test_duals_rescue_a_cluster_that_nobody_chooses():
+    cosines = random_cosines(400, 4)
+    cosines[:, 2] -= 1.5
+    duals = torch.zeros(4, dtype=torch.float64)
+    assert (assign_by_size(cosines, duals) == 2).float().mean() < 0.05
+    for _ in range(300):
+        duals = updated_duals(duals, assign_by_size(cosines, duals), 0.9 / 4, 0.1)
+    share = torch.bincount(assign_by_size(cosines, duals), minlength=4) / 400
+    assert share.min() > 0.9 / 4 - 0.02
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 0, 1]])
+def test_a_set_of_one_point_and_empty_clusters_give_no_nan(sizes):
+    label = torch.tensor([sizes.index(1)])
+    # Wherever a lone point lies, the entropy is 0: only the cosine counts.
+    assert assign_by_entropy(torch.tensor([[0.1, 0.3, 0.2]]), label, torch.tensor(sizes), 5.0).tolist() == [1]
+
+
+def test_cosines_far_beyond_the_temperature_leave_losses_finite():
+    cosines = torch.tensor([[1.0, -1.0], [1.0, -1.0]]).requires_grad_()
+    labels = torch.tensor([1, 1])
+    loss = stable_center_loss(cosines, labels, 1e-4) + representation_loss(cosines, cosines, labels, 1e-4, 0.2)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert cosines.grad is not None
+    assert torch.isfinite(cosines.grad).all()

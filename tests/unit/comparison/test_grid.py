@@ -1,0 +1,203 @@
+"""Cells are run once, with common features and heads, and give what the stage itself gives."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cdc_plugin
+from cdc_plugin.comparison import grid as grids
+from cdc_plugin.comparison.cell import cell_of, read_record, slug
+from cdc_plugin.comparison.datasets import SetOfImages, open_set
+from cdc_plugin.comparison.methods import METHODS, find_method
+from cdc_plugin.comparison.run import Compared, compare_methods
+from cdc_plugin.errors import UserError
+
+SETTINGS = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "device": "cpu"}
+ALL = [name for name in METHODS if name != "old"]
+
+
+@pytest.fixture(scope="module")
+def images(digits, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("images") / "some.npz"
+    np.savez(path, x=digits[0][:90], y=digits[1][:90])
+    return path
+
+
+def compare(checkpoint: Path, images: Path, methods, out: Path, seeds: int = 1, **changes) -> Compared:
+    return compare_methods(checkpoint, images, methods, seeds, 4, out, **{**SETTINGS, **changes})
+
+
+@pytest.fixture(scope="module")
+def everything(tiny_checkpoint, images, tmp_path_factory) -> tuple[Compared, Path]:
+    """All methods, once."""
+    out = tmp_path_factory.mktemp("comparison") / "all"
+    outside = tmp_path_factory.mktemp("outside") / "noise.npz"
+    np.savez(outside, x=np.random.default_rng(0).integers(0, 255, (20, 32, 32, 3), dtype=np.uint8))
+    methods = [*ALL, "scan2+cdc", "cdc:hidden=8", "cdc:batch_size=50%:mini_clusters=10%"]
+    return compare(tiny_checkpoint, images, methods, out, outside=[str(outside)]), out
+
+
+def test_every_method_ends_in_a_row_with_figures(everything):
+    compared, _ = everything
+    assert compared.failures == {}
+    labels = [row.label for row in compared.rows]
+    assert {"CDC-Clu", "CDC-Cal", "SCAN-2 + CDC", "k-means", "CDC-Cal, H 8", "CDC-Cal, B 50%, K 10%"} <= set(labels)
+    for row in compared.rows:
+        assert row.values["ACC"] is not None, row.label
+        assert (row.values["ECE"] is None) is (row.method == "kmeans")
+        assert row.uses_labels is (row.method in ("temperature", "linear", "supervised"))
+
+
+def test_images_from_elsewhere_are_told_by_every_method_with_heads(everything):
+    compared, _ = everything
+    told = {row.method for row in compared.rows if row.values.get("AUROC noise") is not None}
+    assert told == {row.method for row in compared.rows} - {"kmeans", "temperature"}
+
+
+def test_the_result_folder_holds_tables_cells_and_a_page(everything):
+    _, out = everything
+    files = {path.name for path in out.iterdir()}
+    assert files == {
+        "cells",
+        "cells.csv",
+        "comparison.json",
+        "report.html",
+        "report.json",
+        "shared",
+        "table.csv",
+        "table.md",
+        "table.tex",
+        "train.log",
+    }
+    record = json.loads((out / "cells" / "some" / "cdc" / "seed0.json").read_text(encoding="utf-8"))
+    assert [row["label"] for row in record["rows"]] == ["CDC-Clu", "CDC-Cal"]
+    assert record["settings"]["clusters"] == 4
+    assert not list(out.glob("cells/*/*/seed0/"))  # models that were kept for a second stage are gone
+
+
+def test_a_cell_of_cdc_is_the_run_that_the_stage_makes(everything, tiny_checkpoint, images, tmp_path):
+    _, out = everything
+    report = cdc_plugin.refine(tiny_checkpoint, images, 4, out=tmp_path / "run", seed=0, **SETTINGS)
+    record = read_record(cell_of(out, "some", find_method("cdc"), 0))
+    assert record is not None
+    for row, head in zip(record["rows"], ("clustering_head", "calibration_head"), strict=True):
+        assert row["figures"] == report.metrics["after"][head]
+
+
+def test_a_restart_repeats_no_finished_cell_and_runs_the_others(tiny_checkpoint, images, tmp_path, monkeypatch):
+    out, run = tmp_path / "grid", []
+    original = grids.run_cell
+    monkeypatch.setattr(grids, "run_cell", lambda cell, *rest: (run.append(cell.path.name), original(cell, *rest)))
+    first = compare(tiny_checkpoint, images, "kmeans,cdc", out)
+    assert len(run) == 2
+    again = compare(tiny_checkpoint, images, "kmeans,cdc", out)
+    assert len(run) == 2
+    assert again.rows == first.rows
+    more = compare(tiny_checkpoint, images, "kmeans,cdc,single-head", out, seeds=2)
+    assert len(run) == 6
+    assert [row.seeds for row in more.rows] == [2, 2, 2, 2]
+
+
+def test_a_second_stage_runs_its_first_again_only_where_the_model_is_gone(
+    tiny_checkpoint, images, tmp_path, monkeypatch
+):
+    out, run = tmp_path / "grid", []
+    original = grids.run_cell
+    monkeypatch.setattr(grids, "run_cell", lambda cell, *rest: (run.append(cell.method.name), original(cell, *rest)))
+    compare(tiny_checkpoint, images, "scan2", out)
+    compare(tiny_checkpoint, images, "scan3", out)
+    compare(tiny_checkpoint, images, "scan3", out)
+    assert run == ["scan2", "scan2", "scan3"]
+
+
+def test_all_methods_of_a_seed_begin_with_the_same_heads_and_views(everything):
+    _, out = everything
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("cells/some/*/seed0.json")]
+    assert len({json.dumps(record["settings"]["augment"]) for record in records}) == 1
+    assert len(list((out / "shared" / "some").glob("start-seed0.pt"))) == 1
+    assert len(list((out / "shared" / "some").glob("features-*.pt"))) == 1
+
+
+def test_a_frozen_backbone_is_asked_for_its_views_once(tiny_checkpoint, images, tmp_path):
+    compared = compare(
+        tiny_checkpoint, images, "cdc,scan2,scan3,spice,cc,secu", tmp_path / "grid", freeze_backbone=True
+    )
+    assert compared.failures == {}
+    assert not list((tmp_path / "grid" / "shared").glob("*/views-*"))  # they can be large
+
+
+def test_without_labels_sizes_and_confidence_are_compared(tiny_checkpoint, images, tmp_path):
+    compared = compare(tiny_checkpoint, images, "kmeans,cdc", tmp_path / "grid", labels=False)
+    assert all("ACC" not in row.values for row in compared.rows)
+    assert compared.rows[-1].values["CONF"] is not None
+
+
+def test_references_without_labels_are_refused_at_once(tiny_checkpoint, images, tmp_path):
+    with pytest.raises(UserError, match="linear need labels"):
+        compare(tiny_checkpoint, images, "cdc,linear", tmp_path / "grid", labels=False)
+    assert not (tmp_path / "grid").exists()
+
+
+def test_references_are_left_out_where_the_images_have_no_labels(tiny_checkpoint, digits, tmp_path, caplog):
+    np.save(tmp_path / "bare.npy", digits[0][:60])
+    with caplog.at_level("WARNING"):
+        compared = compare(tiny_checkpoint, tmp_path / "bare.npy", "linear,kmeans,supervised", tmp_path / "grid")
+    assert compared.failures == {}
+    assert [row.method for row in compared.rows] == ["kmeans"]
+    assert "bare has no labels, so linear, supervised are left out" in caplog.text
+
+
+def test_a_method_that_fails_does_not_cost_the_others(tiny_checkpoint, images, tmp_path):
+    compared = compare(tiny_checkpoint, images, "old,kmeans", tmp_path / "grid")
+    assert list(compared.failures) == ["some, old, seed 0"]
+    assert [row.method for row in compared.rows] == ["kmeans"]
+
+
+def test_a_second_stage_of_a_method_that_failed_fails_with_it(tiny_checkpoint, images, tmp_path, monkeypatch):
+    def fail(bench):
+        raise UserError("no luck")
+
+    monkeypatch.setitem(grids.run_cell.__globals__["TRAININGS"], "scan2", fail)
+    compared = compare(tiny_checkpoint, images, "scan2+cdc", tmp_path / "grid")
+    assert compared.failures["some, scan2, seed 0"] == "no luck"
+    assert "scan2 failed" in compared.failures["some, scan2+cdc, seed 0"]
+
+
+def test_other_settings_in_the_same_folder_are_refused_and_named(tiny_checkpoint, images, tmp_path):
+    compare(tiny_checkpoint, images, "kmeans", tmp_path / "grid")
+    with pytest.raises(UserError, match=r"other settings for some \(epochs\)"):
+        compare(tiny_checkpoint, images, "kmeans", tmp_path / "grid", epochs=2)
+    compare(tiny_checkpoint, images, "kmeans", tmp_path / "grid", epochs=2, overwrite=True)
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tiny_checkpoint, images, tmp_path):
+    (tmp_path / "mine.txt").write_text("precious", encoding="utf-8")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"holds no comparison but mine\.txt"):
+            compare(tiny_checkpoint, images, "kmeans", tmp_path, overwrite=overwrite)
+    assert (tmp_path / "mine.txt").read_text(encoding="utf-8") == "precious"
+
+
+def test_a_mistyped_outside_set_is_told_before_any_cell_runs(tiny_checkpoint, images, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.npz"):
+        compare(tiny_checkpoint, images, "cdc", tmp_path / "grid", outside=["nowhere.npz"])
+    assert not list((tmp_path / "grid").glob("cells/*/*/*.json"))
+
+
+def test_cells_have_a_share_of_the_epochs_of_a_run_unless_the_user_says_how_many(tiny_checkpoint, images, tmp_path):
+    def epochs(**changes) -> int:
+        flags = {"backbone": str(tiny_checkpoint), "data": str(images), "clusters": 4, **changes}
+        opened = open_set(SetOfImages("some", flags=flags), tmp_path)
+        return opened.resolved([], 0).epochs
+
+    assert epochs() == 60  # of 100, for so few images
+    assert epochs(epochs=7) == 7
+
+
+def test_names_that_no_file_system_takes_stay_distinct():
+    names = ["cdc", "cdc:hidden=8", "cdc:hidden=8%", "a/b", "a\\b", "..", "x" * 200, "x" * 201]
+    slugs = [slug(name) for name in names]
+    assert len(set(slugs)) == len(slugs)
+    assert all("/" not in s and "\\" not in s and s not in (".", "..", "") and len(s) < 80 for s in slugs)

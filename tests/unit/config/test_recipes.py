@@ -1,0 +1,59 @@
+import pytest
+
+from cdc_plugin.config.schema import load_config, recipe_folder, recipe_names, resolve
+from cdc_plugin.core.selection.confident import selections
+from cdc_plugin.data.sources.named import datasets
+from cdc_plugin.data.views import ViewSettings
+
+# Sec. 4.1 and the appendix: name, images, C, B, B_s, K, rate of the backbone, crop.
+PAPER = [
+    ("cifar10", 60_000, 10, 1000, 500, 500, 5e-5, 32),
+    ("cifar20", 60_000, 20, 1000, 500, 40, 1e-5, 32),
+    ("stl10", 13_000, 10, 1000, 500, 150, 5e-5, 96),
+    ("imagenet10", 13_000, 10, 500, 125, 150, 5e-5, 224),
+    ("imagenetdogs", 19_500, 15, 500, 125, 40, 5e-5, 224),
+    ("tinyimagenet", 100_000, 200, 5000, 1000, 1000, 1e-5, 64),
+]
+
+
+@pytest.mark.parametrize(("name", "images", "clusters", "batch", "sub_batch", "mini", "rate", "crop"), PAPER)
+def test_the_values_of_the_paper(name, images, clusters, batch, sub_batch, mini, rate, crop):
+    config = load_config(name)
+    assert config.data == name
+    assert config.clusters == clusters
+    assert (config.batch_size, config.sub_batch_size, config.mini_clusters) == (batch, sub_batch, mini)
+    assert config.lr_backbone == pytest.approx(rate)
+    assert config.lr_heads == pytest.approx(1e-4)
+    assert config.epochs == 100
+    assert config.input_size == crop
+    assert config.hidden == 512
+    assert config.entropy_weight == 1.0
+    assert config.schedule == "constant"
+    resolved = resolve(config, images, crop)
+    # Nothing of what the paper states is changed by what is filled in.
+    assert resolved == config
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_can_be_run(name):
+    config = load_config(name, {"clusters": 10} if name == "default" else None)
+    assert config.clusters is not None
+    resolved = resolve(config, 60_000, config.input_size or 224)
+    assert resolved.epochs is not None
+    assert config.data is None or config.data in datasets
+    assert config.selection in selections
+    augment = config.augment
+    ViewSettings(
+        resolved.input_size or 0,
+        tuple(config.mean or (0.5,) * 3),
+        tuple(config.std or (0.5,) * 3),
+        flip=bool(augment.flip),
+        crop_scale=augment.crop_scale or 0.2,
+        operations=augment.operations,
+        cutout=augment.cutout,
+        excluded=tuple(augment.exclude),
+    )
+
+
+def test_every_file_beside_the_recipes_is_one():
+    assert {path.name for path in recipe_folder().iterdir()} == {f"{name}.yaml" for name in recipe_names()}

@@ -1,0 +1,139 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cdc_plugin.core.selection.confident import (
+    Confident,
+    ConfidentColumn,
+    Seen,
+    _top_samples,
+    select_confident,
+    select_confident_column,
+    selections,
+)
+from cdc_plugin.errors import UserError
+
+BOTH = [select_confident, select_confident_column]
+
+
+def random_probs(batch: int, clusters: int, seed: int = 0, sharpness: float = 2.0) -> torch.Tensor:
+    logits = torch.randn(batch, clusters, generator=torch.Generator().manual_seed(seed))
+    return F.softmax(sharpness * logits, dim=1)
+
+
+def by_loops(probs: np.ndarray, by_column: bool) -> tuple[list[bool], list[int]]:
+    """Sec. 3.2 word by word: lists, sums, floors."""
+    batch, clusters = probs.shape
+    mask, quota = [False] * batch, []
+    for cluster in range(clusters):
+        ranked = sorted(range(batch), key=lambda sample: (-probs[sample, cluster], sample))[: batch // clusters]
+        mass = sum(float(probs[s, cluster] if by_column else probs[s].max()) for s in ranked)
+        quota.append(int(mass + 1e-5) if abs(mass - round(mass)) < 1e-5 else int(mass))
+        for sample in ranked[: quota[-1]]:
+            mask[sample] = True
+    return mask, quota
+
+
+def test_unsure_cluster_contributes_fewer_samples():
+    sure, unsure = [[0.99, 0.01]] * 4, [[0.4, 0.6]] * 4
+    selection = select_confident(torch.tensor(sure + unsure))
+    assert selection.quota.tolist() == [3, 2]  # floor(4 * .99), floor(4 * .6)
+    assert selection.labels.tolist() == [0] * 4 + [1] * 4
+    # Equal probabilities are taken in the order of the samples.
+    assert selection.mask.tolist() == [True, True, True, False, True, True, False, False]
+
+
+def test_readings_of_the_equation_part_where_a_cluster_is_nearly_empty():
+    probs = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.9, 0.1], [0.2, 0.8]])
+    # Cluster 1 lists samples 3 and 0: confidences .8 + .9, but probabilities of cluster 1 .8 + .1.
+    assert select_confident(probs).quota.tolist() == [1, 1]
+    assert select_confident_column(probs).quota.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("batch", "clusters"), [(60, 10), (61, 10), (20, 2), (50, 50), (37, 3)])
+@pytest.mark.parametrize("select", BOTH)
+def test_selection_agrees_with_plain_loops(select, batch, clusters):
+    for seed in range(5):
+        probs = random_probs(batch, clusters, seed)
+        selection = select(probs)
+        mask, quota = by_loops(probs.numpy(), by_column=select is select_confident_column)
+        assert selection.quota.tolist() == quota
+        assert selection.mask.tolist() == mask
+        assert torch.equal(selection.labels, probs.argmax(dim=1))
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_shuffled_samples_are_selected_all_the_same(select):
+    probs = random_probs(80, 8)
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(select(probs[order]).mask, select(probs).mask[order])
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_renumbered_clusters_select_the_same_samples(select):
+    probs = random_probs(80, 8)
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
+    renumbered = select(probs[:, order])
+    assert torch.equal(renumbered.mask, select(probs).mask)
+    assert torch.equal(renumbered.quota, select(probs).quota[order])
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_quota_never_exceeds_the_list_and_sure_batches_are_trusted_whole(select):
+    one_hot = torch.eye(5).repeat(6, 1)
+    selection = select(one_hot)
+    assert selection.quota.tolist() == [6] * 5
+    assert selection.mask.all()
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_nothing_is_trusted_where_nothing_is_sure(select):
+    selection = select(torch.full((20, 20), 1 / 20))  # one sample a list, confidence .05
+    assert selection.quota.tolist() == [0] * 20
+    assert not selection.mask.any()
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_zero_probabilities_and_collapse_to_one_cluster_are_no_obstacle(select):
+    probs = torch.zeros(12, 3)
+    probs[:, 1] = 1.0
+    selection = select(probs)
+    assert selection.labels.tolist() == [1] * 12
+    assert int(selection.quota.max()) <= 4
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_more_clusters_than_images_in_a_batch_are_refused_with_advice(select):
+    with pytest.raises(UserError, match=r"batch of 4 images .* 5 clusters; pass batch_size=10 or more"):
+        select(random_probs(4, 5))
+
+
+def test_selections_are_found_by_name():
+    assert selections.get("confident") is Confident
+    assert selections.get("confident-column") is ConfidentColumn
+    with pytest.raises(UserError, match="did you mean 'confident'"):
+        selections.get("confidant")
+
+
+@pytest.mark.parametrize(
+    ("name", "select"), [("confident", select_confident), ("confident-column", select_confident_column)]
+)
+def test_selectors_give_what_their_functions_give_and_remember_nothing(name, select):
+    selector = selections.get(name)(images=100, clusters=8, threshold=0.95, momentum=0.9, device=torch.device("cpu"))
+    for seed in range(2):
+        probs = random_probs(80, 8, seed)
+        selection, expected = selector(Seen(probs, torch.arange(80), probs, probs)), select(probs)
+        assert torch.equal(selection.labels, expected.labels)
+        assert torch.equal(selection.mask, expected.mask)
+        assert torch.equal(selection.quota, expected.quota)
+    assert selector.state == {}
+
+
+@pytest.mark.parametrize("clusters", [2, 10, 60])
+@pytest.mark.parametrize("levels", [3, 50, 10**6])
+def test_the_best_samples_are_those_of_a_stable_sort_with_and_without_ties(clusters, levels, randomness):
+    probs = torch.randint(1, levels + 1, (300, clusters), generator=randomness).float()
+    probs /= levels * clusters
+    whole = probs.sort(dim=0, descending=True, stable=True).indices[: 300 // clusters]
+    assert torch.equal(_top_samples(probs), whole)

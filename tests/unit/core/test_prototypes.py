@@ -1,0 +1,168 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.linalg import polar
+from scipy.optimize import minimize_scalar
+
+from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.prototypes import (
+    BATCHNORM_EPSILON,
+    STARTS,
+    HeadWeights,
+    consensus_targets,
+    fitted_scale,
+    orthogonalize,
+    prototype_head,
+    standardize_rows,
+)
+from cdc_plugin.models.heads import ClusterHead
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def separated(count: int, clusters: int, size: int) -> torch.Tensor:
+    centers = 4 * torch.randn(clusters, size, generator=seeded(1))
+    return centers[torch.arange(count) % clusters] + 0.3 * torch.randn(count, size, generator=seeded(2))
+
+
+def logits_of(head: HeadWeights, features: torch.Tensor) -> torch.Tensor:
+    before = features @ head.first.T
+    hidden = F.relu((before - head.mean) / (head.variance + BATCHNORM_EPSILON).sqrt())
+    return hidden @ head.second.T
+
+
+def test_rows_are_standardized_by_hand():
+    rows = standardize_rows(torch.tensor([[1.0, 3.0], [5.0, 5.0], [-2.0, 0.0]]))
+    half = 0.5**0.5
+    torch.testing.assert_close(rows, torch.tensor([[-half, half], [0.0, 0.0], [-half, half]]))
+
+
+def test_standardized_rows_do_not_depend_on_offset_and_scale():
+    features = torch.randn(20, 6, generator=seeded())
+    torch.testing.assert_close(standardize_rows(3 * features + 7), standardize_rows(features), rtol=1e-4, atol=1e-5)
+
+
+def test_orthogonalize_agrees_with_the_polar_factor_of_scipy():
+    weight = torch.randn(5, 9, generator=seeded(), dtype=torch.float64)
+    expected, _ = polar(weight.numpy(), side="left")
+    torch.testing.assert_close(orthogonalize(weight), torch.from_numpy(expected))
+
+
+def test_orthogonalize_by_hand_and_leaves_orthonormal_rows_alone():
+    torch.testing.assert_close(orthogonalize(torch.tensor([[2.0, 0.0], [0.0, 5.0]])), torch.eye(2))
+    rows = torch.linalg.qr(torch.randn(8, 4, generator=seeded())).Q.T
+    torch.testing.assert_close(orthogonalize(rows), rows)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 8), (8, 3), (4, 4)])
+def test_orthogonalized_matrices_have_singular_values_one(rows, columns):
+    weight = orthogonalize(torch.randn(rows, columns, generator=seeded()))
+    torch.testing.assert_close(torch.linalg.svdvals(weight), torch.ones(min(rows, columns)))
+
+
+def test_orthogonalize_follows_a_permutation_of_rows():
+    weight, order = torch.randn(4, 7, generator=seeded()), torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(orthogonalize(weight[order]), orthogonalize(weight)[order])
+
+
+def test_singular_and_zero_matrices_give_no_arbitrary_directions():
+    assert not orthogonalize(torch.zeros(3, 5)).any()
+    repeated = orthogonalize(torch.tensor([[1.0, 0.0, 0.0]]).repeat(2, 1))
+    torch.testing.assert_close(repeated, torch.tensor([[0.5**0.5, 0.0, 0.0]]).repeat(2, 1))
+
+
+def test_fitted_scale_agrees_with_a_minimiser_of_scipy():
+    logits = torch.randn(100, 4, generator=seeded(), dtype=torch.float64)
+    targets = F.softmax(2.5 * logits + 0.5 * torch.randn(100, 4, generator=seeded(1), dtype=torch.float64), dim=1)
+    found = minimize_scalar(
+        lambda power: F.cross_entropy(logits * float(np.exp(power)), targets).item(), bounds=(-8, 8), method="bounded"
+    )
+    assert fitted_scale(logits, targets) == pytest.approx(np.exp(found.x), rel=1e-3)
+
+
+def test_fitted_scale_finds_the_scale_that_targets_were_made_with():
+    logits = torch.randn(50, 3, generator=seeded())
+    assert fitted_scale(logits, F.softmax(7 * logits, dim=1)) == pytest.approx(7, rel=1e-3)
+
+
+def test_fitted_scale_is_finite_for_hopeless_targets():
+    logits = torch.randn(50, 3, generator=seeded())
+    for targets in (torch.full((50, 3), 1 / 3), F.one_hot(logits.argmax(dim=1), 3).float(), torch.zeros(50, 3)):
+        assert np.isfinite(fitted_scale(logits, targets))
+    assert np.isfinite(fitted_scale(torch.zeros(50, 3), torch.full((50, 3), 1 / 3)))
+
+
+def test_consensus_is_sure_where_all_runs_agree():
+    directions = standardize_rows(separated(90, 3, 8))
+    runs = [kmeans(directions, 3, seeded(seed)) for seed in range(3)]
+    labels = runs[0].assignment
+    targets = consensus_targets(directions, labels, runs, seeded())
+    torch.testing.assert_close(targets, F.one_hot(labels, 3).float())
+
+
+def test_consensus_is_soft_where_labels_have_nothing_to_do_with_the_features():
+    directions = standardize_rows(separated(90, 3, 8))
+    runs = [kmeans(directions, 3, seeded(seed)) for seed in range(3)]
+    labels = torch.randint(3, (90,), generator=seeded(9))
+    targets = consensus_targets(directions, labels, runs, seeded())
+    torch.testing.assert_close(targets.sum(dim=1), torch.ones(90))
+    assert targets.max() < 0.7
+
+
+def test_head_finds_separated_clusters_and_is_sure_of_them():
+    features = separated(120, 4, 16)
+    head = prototype_head(features, 4, 32, seeded())
+    probs = F.softmax(logits_of(head, features), dim=1)
+    groups = probs.argmax(dim=1).view(30, 4)
+    assert (groups == groups[0]).all()
+    assert len(set(groups[0].tolist())) == 4
+    assert probs.max(dim=1).values.mean() > 0.95
+    assert STARTS >= 1
+
+
+def test_the_network_head_computes_what_the_weights_say():
+    features = separated(100, 3, 6)
+    weights = prototype_head(features, 3, 12, seeded())
+    head = ClusterHead(6, 12, 3)
+    head.initialize(weights)
+    head.eval()
+    torch.testing.assert_close(head(features), logits_of(weights, features), rtol=1e-4, atol=1e-4)
+
+
+def test_heads_do_not_depend_on_the_global_seed_but_on_the_generator():
+    features = separated(60, 3, 6) + torch.randn(60, 6, generator=seeded(3))
+    torch.manual_seed(1)
+    first = prototype_head(features, 3, 8, seeded())
+    torch.manual_seed(2)
+    assert torch.equal(first.second, prototype_head(features, 3, 8, seeded()).second)
+
+
+@pytest.mark.parametrize(
+    ("features", "clusters", "hidden"),
+    [
+        (torch.ones(20, 6), 3, 8),
+        (torch.zeros(20, 6), 2, 4),
+        (torch.eye(4).repeat(10, 1), 6, 8),
+        (torch.randn(20, 3), 2, 512),
+        (torch.randn(7, 5), 7, 16),
+        (torch.rand(30, 1), 3, 4),
+        (torch.cat([torch.zeros(15, 4), torch.ones(15, 4)]), 2, 4),
+        (1e6 * torch.randn(30, 5), 3, 8),
+        (1e-6 * torch.randn(30, 5), 3, 8),
+    ],
+    ids=["constant", "zero", "duplicates", "D=3", "N=C<H", "D=1", "constant rows", "huge", "small"],
+)
+def test_degenerate_features_give_finite_heads(features, clusters, hidden):
+    head = prototype_head(features, clusters, hidden, seeded())
+    assert head.first.shape == (hidden, features.shape[1])
+    assert head.second.shape == (clusters, hidden)
+    assert head.partition.shape == (len(features),)
+    logits = logits_of(head, features)
+    assert torch.isfinite(logits).all()
+    network = ClusterHead(features.shape[1], hidden, clusters)
+    network.initialize(head)
+    F.cross_entropy(network(features), head.partition).backward()
+    assert all(torch.isfinite(p.grad).all() for p in network.parameters() if p.grad is not None)

@@ -1,0 +1,164 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from cdc_plugin.data import datasets, native_size, open_images
+from cdc_plugin.data.sources.named import SUPERCLASSES, class_list, coarse_labels, data_root
+from cdc_plugin.errors import UserError
+
+# Superclass of the 100 fine classes in alphabetical order, as the CIFAR-100 files number them.
+OFFICIAL = [
+    *[4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7],
+    *[6, 13, 15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5, 5, 19, 8, 8, 15, 13, 14, 17, 18, 10],
+    *[16, 4, 17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16],
+    *[12, 9, 13, 15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13],
+]
+
+
+def test_digits_come_with_the_package_and_equal_those_of_scikit_learn():
+    images = open_images("digits")
+    oracle = load_digits()
+    assert images.images.shape == (1797, 32, 32, 3)
+    assert images.labels.tolist() == oracle.target.tolist()
+    assert images.class_names == [str(digit) for digit in range(10)]
+    for index in (0, 500, 1796):
+        small = Image.fromarray(np.rint(oracle.images[index] * 255 / 16).astype(np.uint8))
+        expected = np.asarray(small.resize((32, 32), Image.Resampling.BICUBIC))
+        assert (images.images[index] == expected[..., None]).all()
+
+
+def test_superclasses_are_twenty_times_five_and_numbered_officially():
+    assert [len(names.split()) for names in SUPERCLASSES.values()] == [5] * 20
+    assert coarse_labels(np.arange(100)).tolist() == OFFICIAL
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("imagenet10", 10),
+        ("imagenetdogs", 15),
+        ("imagenet50", 50),
+        ("imagenet100", 100),
+        ("imagenet200", 200),
+    ],
+)
+def test_class_lists_hold_distinct_wordnet_numbers(name, count):
+    classes = class_list(name)
+    assert len(set(classes)) == len(classes) == count
+    assert all(len(wnid) == 9 and wnid[0] == "n" and wnid[1:].isdigit() for wnid in classes)
+    assert name in datasets
+
+
+def test_smaller_scan_subsets_lie_within_the_larger_ones():
+    assert set(class_list("imagenet50")) < set(class_list("imagenet100")) < set(class_list("imagenet200"))
+
+
+def fake_cifar(count, classes):
+    def make(root, train, download):
+        assert not download
+        number = count if train else count // 2
+        return SimpleNamespace(
+            data=np.full((number, 32, 32, 3), int(train), np.uint8),
+            targets=[index % classes for index in range(number)],
+            classes=[f"class {index}" for index in range(classes)],
+        )
+
+    return make
+
+
+def test_cifar_is_training_and_test_part_together(monkeypatch, tmp_path):
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", fake_cifar(40, 10))
+    monkeypatch.setattr(torchvision.datasets, "CIFAR100", fake_cifar(200, 100))
+    ten = open_images("cifar10", root=tmp_path)
+    assert ten.images[:, 0, 0, 0].tolist() == [1] * 40 + [0] * 20
+    assert ten.labels[:12].tolist() == [*range(10), 0, 1]
+    assert len(ten.class_names) == 10
+    hundred = open_images("cifar100", root=tmp_path)
+    assert hundred.labels[99:102].tolist() == [99, 0, 1]
+    assert len(hundred.class_names) == 100
+    twenty = open_images("cifar20", root=tmp_path)
+    assert twenty.labels[:100].tolist() == OFFICIAL
+    assert twenty.class_names == list(SUPERCLASSES)
+
+
+def test_stl10_leaves_the_unlabeled_part_out(monkeypatch, tmp_path):
+    def make(root, split, download):
+        assert split in ("train", "test")
+        data = np.zeros((3, 3, 96, 96), np.uint8)
+        data[:, 1] = 7
+        return SimpleNamespace(data=data, labels=np.array([0, 1, 2]), classes=["a", "b", "c"])
+
+    monkeypatch.setattr(torchvision.datasets, "STL10", make)
+    images = open_images("stl10", root=tmp_path)
+    assert images.images.shape == (6, 96, 96, 3)
+    assert images.images[0, 0, 0].tolist() == [0, 7, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("cifar10", "cifar-10-batches-py"), ("cifar20", "cifar-100-python"), ("stl10", "stl10_binary")],
+)
+def test_absent_data_set_says_where_it_looked_and_how_to_get_it(name, place, tmp_path):
+    with pytest.raises(UserError) as refusal:
+        open_images(name, root=tmp_path)
+    message = str(refusal.value)
+    assert str(tmp_path / place) in message
+    assert "download=True" in message
+
+
+def save_classes(folder, classes, inner="", count=2):
+    for wnid in classes:
+        (folder / wnid / inner).mkdir(parents=True)
+        for index in range(count):
+            Image.new("RGB", (64, 64), (index, 0, 0)).save(folder / wnid / inner / f"{wnid}_{index}.JPEG")
+
+
+def test_tiny_imagenet_is_its_training_folder(tmp_path):
+    save_classes(tmp_path / "tiny-imagenet-200" / "train", ["n01443537", "n01629819"], "images")
+    (tmp_path / "tiny-imagenet-200" / "val").mkdir()
+    images = open_images("tinyimagenet", root=tmp_path)
+    assert images.images.shape == (4, 64, 64, 3)
+    assert images.labels.tolist() == [0, 0, 1, 1]
+    assert images.class_names == ["n01443537", "n01629819"]
+    with pytest.raises(UserError, match="tiny-imagenet-200"):
+        open_images("tinyimagenet", root=tmp_path / "absent")
+
+
+@pytest.mark.parametrize("place", [".", "train", "imagenet/train", "imagenet10"])
+def test_imagenet_subset_takes_its_classes_only(tmp_path, place):
+    save_classes(tmp_path / place, [*class_list("imagenet10"), "n01440764"], count=1)
+    images = open_images("imagenet10", 32, root=tmp_path)
+    assert len(images) == 10
+    assert images.class_names == sorted(class_list("imagenet10"))
+    assert images.names[0] == "n02056570/n02056570_0.JPEG"
+
+
+def test_missing_imagenet_classes_are_listed(tmp_path):
+    classes = class_list("imagenet10")
+    save_classes(tmp_path, classes[:-2], count=1)
+    with pytest.raises(UserError, match=f"8 of 10 are there, missing: {classes[-2]} {classes[-1]}"):
+        open_images("imagenet10", root=tmp_path)
+    with pytest.raises(UserError, match="0 of 15"):
+        open_images("imagenetdogs", root=tmp_path / "absent")
+
+
+def test_native_sizes_are_known_without_the_files():
+    sizes = {name: native_size(name) for name in ("digits", "cifar10", "stl10", "tinyimagenet", "imagenet10")}
+    assert sizes == {"digits": 32, "cifar10": 32, "stl10": 96, "tinyimagenet": 64, "imagenet10": None}
+
+
+def test_data_folder_is_argument_then_environment_then_default(monkeypatch, tmp_path):
+    monkeypatch.delenv("CDC_DATA", raising=False)
+    assert str(data_root()) == "data"
+    monkeypatch.setenv("CDC_DATA", str(tmp_path))
+    assert data_root() == tmp_path
+    assert data_root("elsewhere").name == "elsewhere"
+
+
+def test_mistyped_name_is_answered_with_the_known_ones():
+    with pytest.raises(UserError, match="cifar10, cifar100, cifar20"):
+        open_images("cifar11")

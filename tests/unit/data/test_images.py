@@ -1,0 +1,290 @@
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import IterableDataset, TensorDataset
+
+from cdc_plugin.data import (
+    ImageSource,
+    UnreadableImageError,
+    native_size,
+    open_images,
+    reading,
+    storage_size,
+)
+from cdc_plugin.data.images import survey_images
+from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.sources import arrays, folder
+from cdc_plugin.data.sources.base import digest_of, digest_of_array
+from cdc_plugin.errors import UserError
+
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
+
+
+class Items:
+    """A map-style data set of given items."""
+
+    classes = ("even", "odd")
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        if isinstance(self.items[index], Exception):
+            raise self.items[index]
+        return self.items[index]
+
+
+@pytest.mark.parametrize(("size", "stored"), [(32, 32), (96, 96), (112, 128), (160, 183), (224, 256), (384, 439)])
+def test_storage_leaves_a_margin_above_96_pixels(size, stored):
+    assert storage_size(size) == stored
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x,
+        lambda x: x.transpose(0, 3, 1, 2),
+        lambda x: torch.from_numpy(x),
+        lambda x: torch.from_numpy(x).permute(0, 3, 1, 2),
+        lambda x: x.astype(np.int64),
+        lambda x: (x / 255).astype(np.float32),
+        lambda x: np.concatenate([x, np.full_like(x[..., :1], 255)], axis=3),
+    ],
+)
+def test_every_layout_of_an_array_gives_the_same_images(layout):
+    images = open_images(layout(PIXELS))
+    assert (images.images == PIXELS).all()
+    assert images.images.dtype == np.uint8
+    assert images.names == ["0", "1", "2", "3", "4", "5"]
+    assert images.digest == digest_of_array(PIXELS)
+
+
+def test_gray_arrays_become_three_equal_channels():
+    for gray in (PIXELS[..., 0], PIXELS[..., :1], PIXELS[:, None, :, :, 0]):
+        assert (open_images(gray).images == PIXELS[..., :1]).all()
+
+
+def test_small_square_arrays_keep_their_size_and_others_are_resized():
+    assert native_size(PIXELS) == 20
+    assert open_images(PIXELS).images.shape == (6, 20, 20, 3)
+    assert open_images(PIXELS, 32).images.shape == (6, 32, 32, 3)
+    oblong = PIXELS[:, :, :16]
+    assert native_size(oblong) is None
+    assert open_images(oblong).images.shape == (6, 256, 256, 3)
+
+
+def test_resizing_an_array_equals_resizing_its_images_with_pillow():
+    ours = open_images(np.concatenate([PIXELS, PIXELS], axis=2), 12).images
+    for image, square in zip(np.concatenate([PIXELS, PIXELS], axis=2), ours, strict=True):
+        expected = Image.fromarray(image[:, 10:30]).resize((12, 12), Image.Resampling.BILINEAR)
+        assert np.abs(square.astype(int) - np.asarray(expected)).max() <= 1
+
+
+def test_batch_is_channels_first():
+    batch = open_images(PIXELS).batch(torch.tensor([4, 1]))
+    assert batch.dtype == torch.uint8
+    assert (batch.permute(0, 2, 3, 1).numpy() == PIXELS[[4, 1]]).all()
+
+
+def test_npz_with_labels_and_npy_without(tmp_path):
+    np.savez(tmp_path / "a.npz", x=PIXELS, y=np.array([5, 5, 7, 7, 7, 9], dtype=np.uint8))
+    images = open_images(tmp_path / "a.npz")
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == [5, 5, 7, 7, 7, 9]
+    assert images.labels.dtype == np.int64
+    np.save(tmp_path / "b.npy", PIXELS)
+    mapped = open_images(str(tmp_path / "b.npy"))
+    assert isinstance(mapped.images, RowFile)
+    assert (mapped.images[:] == PIXELS).all()
+    assert mapped.labels is None
+    assert native_size(tmp_path / "b.npy") == 20
+    assert mapped.batch([0]).shape == (1, 3, 20, 20)
+
+
+def test_the_only_image_array_of_an_npz_is_found_whatever_its_name(tmp_path):
+    np.savez(tmp_path / "a.npz", pictures=PIXELS, targets=np.arange(6), extra=np.ones(3))
+    images = open_images(tmp_path / "a.npz")
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == list(range(6))
+
+
+def test_array_file_is_read_by_its_content_not_its_extension(tmp_path):
+    np.savez(tmp_path / "a.npz", x=PIXELS)
+    np.save(tmp_path / "b.npy", PIXELS)
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    (tmp_path / "b.npy").rename(tmp_path / "b.npz")
+    for name in ("a.npy", "b.npz"):
+        assert (open_images(tmp_path / name).images == PIXELS).all()
+
+
+def test_bad_array_files_are_refused_in_words(tmp_path):
+    np.savez(tmp_path / "two.npz", a=PIXELS, b=PIXELS)
+    with pytest.raises(UserError, match="found a, b"):
+        open_images(tmp_path / "two.npz")
+    np.save(tmp_path / "pickled.npy", np.array([{}, {}]), allow_pickle=True)
+    with pytest.raises(UserError, match="pickled"):
+        open_images(tmp_path / "pickled.npy")
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 no archive")
+    with pytest.raises(UserError, match="can not be read as a NumPy file"):
+        open_images(tmp_path / "broken.npz")
+    np.savez(tmp_path / "short.npz", x=PIXELS, y=np.arange(3))
+    with pytest.raises(UserError, match=r"shape \(6,\); found int64 \(3,\)"):
+        open_images(tmp_path / "short.npz")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (PIXELS[0, 0], r"expected images of shape .*found \(20, 3\)"),
+        (np.zeros((2, 8, 8, 5), np.uint8), r"found \(2, 8, 8, 5\)"),
+        (PIXELS / 255.0 - 0.5, "found float64 from -0.5"),
+        (PIXELS.astype(np.float32), "floats from 0 to 1; found float32"),
+        (PIXELS.astype(np.int32) * 9, "found int32 from 0"),
+        (PIXELS[:0], "no images"),
+    ],
+)
+def test_bad_arrays_are_refused_in_words(array, message):
+    with pytest.raises(UserError, match=message):
+        open_images(array, 32)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [Image.fromarray, lambda x: x, torch.from_numpy, lambda x: torch.from_numpy(x).permute(2, 0, 1) / 255],
+)
+def test_data_set_with_labels_is_read_in_order(convert):
+    dataset = Items([(convert(image), index % 2) for index, image in enumerate(PIXELS)])
+    images = open_images(dataset, 20)
+    assert (images.images == PIXELS).all()
+    assert images.labels.tolist() == [0, 1, 0, 1, 0, 1]
+    assert images.class_names == ["even", "odd"]
+    assert native_size(dataset) == 20
+    assert images.digest == open_images(dataset, 20).digest
+
+
+def test_data_set_without_labels_has_none():
+    assert open_images(Items([Image.fromarray(image) for image in PIXELS])).labels is None
+    assert open_images(Items([(Image.fromarray(image), "a caption") for image in PIXELS])).labels is None
+    assert open_images(TensorDataset(torch.from_numpy(PIXELS))).labels is None
+    assert open_images(TensorDataset(torch.from_numpy(PIXELS), torch.arange(6))).labels.tolist() == [*range(6)]
+
+
+def test_unreadable_items_of_a_data_set_are_skipped():
+    images = open_images(Items([(PIXELS[0], 0), OSError("gone"), (PIXELS[2], 1)]), 20)
+    assert images.names == ["0", "2"]
+    assert images.labels.tolist() == [0, 1]
+    assert images.skipped == [("1", "OSError: gone")]
+
+
+def test_list_of_pil_images():
+    images = open_images([Image.fromarray(image) for image in PIXELS])
+    assert (images.images == PIXELS).all()
+    assert images.labels is None
+
+
+def test_other_sources_are_refused_in_words():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    for source in (Stream(), 3, None, {"a": 1}):
+        with pytest.raises(UserError, match="expected a folder"):
+            open_images(source, 32)
+    with pytest.raises(UserError, match="empty"):
+        open_images(Items([]), 32)
+    with pytest.raises(UserError, match="found str"):
+        open_images(Items(["text"]), 32)
+    with pytest.raises(UserError, match="at least 8"):
+        open_images(PIXELS, 4)
+
+
+def test_one_other_image_of_a_data_set_gives_another_digest():
+    pixels = np.repeat(PIXELS, 20, axis=0)  # more than are looked at beforehand
+    before = open_images(Items(list(pixels)), 20)
+    assert open_images(Items(list(pixels)), 20).digest == before.digest
+    pixels[50] += 1
+    assert open_images(Items(list(pixels)), 20).digest != before.digest
+
+
+def test_other_unreadable_images_give_another_digest(tmp_path, write_images, monkeypatch):
+    write_images(tmp_path, PIXELS)
+    whole, real = open_images(tmp_path, 20).digest, folder.decode_file
+    found = []
+    for lost in (1, 2):
+
+        def read(path, side, lost=lost):
+            if path.endswith(f"{lost}.png"):
+                raise UnreadableImageError("gone for a moment")
+            return real(path, side)
+
+        monkeypatch.setattr(folder, "decode_file", read)
+        found.append(open_images(tmp_path, 20).digest)
+    assert len({whole, *found}) == 3
+
+
+def test_a_large_file_is_known_by_a_part_and_the_time_when_it_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrays, "WHOLE_HASH_BYTES", PIXELS.nbytes // 3)
+    np.save(tmp_path / "a.npy", PIXELS)
+    before = open_images(tmp_path / "a.npy").digest
+    assert open_images(tmp_path / "a.npy").digest == before
+    changed = PIXELS.copy()
+    changed[1] += 1
+    np.save(tmp_path / "a.npy", changed)
+    os.utime(tmp_path / "a.npy", (1, 1))
+    assert open_images(tmp_path / "a.npy").digest != before
+
+
+def test_digests_tell_content_and_borders_apart():
+    assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
+    changed = PIXELS.copy()
+    changed[3, 1, 1, 1] ^= 1
+    assert digest_of_array(changed) != digest_of_array(PIXELS)
+    assert digest_of_array(PIXELS.reshape(6, 10, 40, 3)) != digest_of_array(PIXELS)
+
+
+def test_a_survey_counts_all_images_and_reads_few(tmp_path, write_images):
+    write_images(tmp_path, PIXELS, np.arange(6) % 2)
+    for number in range(4):
+        (tmp_path / "class 0" / f"broken {number}.png").write_bytes(b"no image")
+    found = survey_images(tmp_path, 20, looks=5)
+    assert (found.count, found.labels, found.source, found.looked_at) == (10, True, str(tmp_path), 5)
+    assert found.skipped[0] == ("class 0/broken 0.png", "UnidentifiedImageError: cannot identify image file")
+    assert not survey_images(tmp_path, 20, labels=False).labels
+    assert len(survey_images(tmp_path, 20, looks=100).skipped) == 4
+
+
+def test_a_survey_of_unreadable_images_only_refuses_them_if_these_are_all(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.png").write_bytes(b"no image")
+    assert len(survey_images(tmp_path, 20, looks=5).skipped) == 5
+    with pytest.raises(UserError, match="none of the 9 images"):
+        survey_images(tmp_path, 20)
+
+
+def test_a_survey_of_arrays_reads_no_more_than_it_says():
+    found = survey_images(PIXELS, 20, looks=2)
+    assert (found.count, found.labels, found.looked_at, found.skipped) == (6, False, 2, [])
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_several_threads_read_only_what_takes_long(monkeypatch, quick):
+    monkeypatch.setattr(reading, "QUICK", 1e9 if quick else -1)
+    monkeypatch.setattr(reading, "LOOKED_AT", 1)
+    seen = []
+
+    def read(index):
+        seen.append(threading.get_ident())
+        return Image.fromarray(PIXELS[index])
+
+    source = ImageSource(read, list("abcdef"), None, None, "", "", workers=2)
+    assert (open_images(source, 20).images == PIXELS).all()
+    own = sum(thread == threading.get_ident() for thread in seen)
+    assert own == (6 if quick else reading.HICCUPS)

@@ -1,0 +1,185 @@
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cdc_plugin.data.images import open_images
+from cdc_plugin.data.sources.base import ImageSource
+from cdc_plugin.data.stream import open_stream, read_images
+from cdc_plugin.errors import UserError
+
+
+@pytest.fixture
+def photos(tmp_path, digits, write_images):
+    return write_images(tmp_path / "photos", digits[0][:20], digits[1][:20])
+
+
+def files(tmp_path, images) -> dict[str, object]:
+    """The same images in every kind of array that is taken."""
+    labels = np.arange(len(images))
+    np.save(tmp_path / "plain.npy", images)
+    np.save(tmp_path / "column first.npy", np.asfortranarray(images))
+    np.savez(tmp_path / "stored.npz", y=labels, x=images)
+    np.savez_compressed(tmp_path / "packed.npz", images=images)
+    np.savez(tmp_path / "column first.npz", x=np.asfortranarray(images))
+    found: dict[str, object] = {path.name: path for path in tmp_path.glob("*.np?")}
+    return found | {"array": images, "tensor": torch.from_numpy(images)}
+
+
+def whole(source, side: int, size: int):
+    """All chunks put together."""
+    stream = open_stream(source, side)
+    chunks = list(stream.chunks(size))
+    assert all(len(chunk.squares) == size for chunk in chunks[:-1])
+    assert 1 <= len(chunks[-1].squares) <= size
+    names = [name for chunk in chunks for name in chunk.names]
+    return names, np.concatenate([c.places for c in chunks]), np.concatenate([c.squares for c in chunks]), stream
+
+
+@pytest.mark.parametrize("size", [1, 7, 20, 64])
+@pytest.mark.parametrize("side", [32, 24])
+def test_a_folder_in_chunks_is_what_it_is_in_one_piece(photos, side, size):
+    names, places, squares, stream = whole(photos, side, size)
+    known = open_images(photos, side)
+    assert names == known.names
+    assert places.tolist() == list(range(20))
+    np.testing.assert_array_equal(squares, known.images)
+    assert stream.skipped == []
+    assert len(stream) == 20
+
+
+@pytest.mark.parametrize("layout", ["rgb", "gray", "float", "channels first", "wide"])
+def test_array_files_in_chunks_are_what_they_are_in_one_piece(tmp_path, digits, layout):
+    images = digits[0][:20]
+    images = {
+        "rgb": images,
+        "gray": images[..., 0],
+        "float": images.astype(np.float32) / 255,
+        "channels first": np.ascontiguousarray(images.transpose(0, 3, 1, 2)),
+        "wide": np.repeat(images, 2, axis=2),
+    }[layout]
+    sources = files(tmp_path, images)
+    assert len(sources) == 7
+    for name, source in sources.items():
+        for side in (32, 20):
+            names, _, squares, _ = whole(source, side, 6)
+            assert names == [str(index) for index in range(20)], name
+            np.testing.assert_array_equal(squares, open_images(source, side).images, err_msg=name)
+
+
+def test_data_sets_by_name_and_objects_are_taken_too(digits):
+    assert len(open_stream("digits", 32)) == 1797
+    pairs = [(Image.fromarray(image), int(label)) for image, label in zip(digits[0][:5], digits[1][:5], strict=True)]
+    assert whole(pairs, 32, 2)[2].shape == (5, 32, 32, 3)
+    named = ImageSource(digits[0][:3], ["a", "b", "c"], None, None, "", "mine")
+    assert whole(named, 32, 2)[0] == ["a", "b", "c"]
+
+
+def test_unreadable_images_are_told_and_the_places_of_the_others_are_right(photos):
+    broken = sorted(photos.rglob("*.png"))[3]
+    broken.write_bytes(b"x")
+    names, places, squares, stream = whole(photos, 32, 4)
+    assert [name for name, _ in stream.skipped] == [broken.relative_to(photos).as_posix()]
+    assert places.tolist() == [0, 1, 2, *range(4, 20)]
+    assert len(names) == len(squares) == 19
+    np.testing.assert_array_equal(read_images(photos, 32, places[5:8]), squares[5:8])
+    list(stream.chunks(8))
+    assert len(stream.skipped) == 1  # a second pass does not count them twice
+
+
+def test_images_that_are_all_unreadable_are_refused(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"x")
+    with pytest.raises(UserError, match="none of the 1 images"):
+        list(open_stream(tmp_path, 32).chunks())
+
+
+def test_some_images_are_read_in_the_order_asked_for(tmp_path, photos, digits):
+    wanted = [19, 0, 7, 7]
+    for source in (photos, *files(tmp_path, digits[0][:20]).values()):
+        everything = whole(source, 32, 20)[2]
+        np.testing.assert_array_equal(read_images(source, 32, wanted), everything[wanted])
+        assert read_images(source, 32, []).shape == (0, 32, 32, 3)
+        with pytest.raises(IndexError):
+            read_images(source, 32, [20])
+
+
+def test_an_image_asked_for_that_cannot_be_read_is_named(photos):
+    broken = sorted(photos.rglob("*.png"))[3]
+    broken.write_bytes(b"x")
+    with pytest.raises(UserError, match=broken.name):
+        read_images(photos, 32, [2, 3])
+    squares, skipped = open_stream(photos, 32).read([3])
+    assert (len(squares), len(skipped)) == (0, 1)
+
+
+def test_reading_goes_on_while_the_caller_works(photos):
+    """The second chunk is complete although it was not asked for."""
+    seen, read = threading.Event(), []
+    known = open_images(photos, 32)
+
+    def content(index: int) -> Image.Image:
+        read.append(index)
+        if len(read) == 20:
+            seen.set()
+        return Image.fromarray(known.images[index])
+
+    source = ImageSource(content, known.names, None, None, "", "mine", workers=2)
+    chunks = open_stream(source, 32).chunks(10)
+    next(chunks)
+    assert seen.wait(10)
+
+
+def test_an_error_while_reading_ahead_reaches_the_caller(tmp_path, digits):
+    path = tmp_path / "packed.npz"
+    np.savez_compressed(path, x=np.random.default_rng(0).integers(0, 255, (500, 32, 32, 3), dtype=np.uint8))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="can not be read as a NumPy file"):
+        list(open_stream(path, 32).chunks(50))
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((5, 4)), "expected images of shape"),
+        (np.zeros((0, 8, 8, 3), np.uint8), "no images"),
+        (np.full((5, 8, 8), 300), "expected uint8"),
+        (np.array(["a", "b"], dtype=object), "pickled"),
+    ],
+    ids=["layout", "empty", "range", "objects"],
+)
+def test_arrays_that_are_no_images_are_refused_at_once(tmp_path, array, message):
+    np.savez(tmp_path / "a.npz", x=array)
+    with pytest.raises(UserError, match=message):
+        open_stream(tmp_path / "a.npz", 32)
+
+
+def test_labels_are_not_looked_at(tmp_path, digits):
+    np.savez(tmp_path / "a.npz", x=digits[0][:4], y=np.array(["not", "a", "label"]))
+    assert len(whole(tmp_path / "a.npz", 32, 4)[0]) == 4
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
+@pytest.mark.parametrize("layout", ["uint8", "float"])
+def test_an_array_file_that_is_removed_meanwhile_is_read_to_its_end(tmp_path, digits, layout):
+    images = digits[0][:20]
+    np.save(tmp_path / "a.npy", images if layout == "uint8" else images.astype(np.float32) / 255)
+    chunks = open_stream(tmp_path / "a.npy", 32).chunks(6)
+    found = [next(chunks).squares]
+    (tmp_path / "a.npy").unlink()
+    np.testing.assert_array_equal(np.concatenate([*found, *(chunk.squares for chunk in chunks)]), images)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("a.npy", "has become shorter"), ("a.npz", "it ends early")])
+def test_an_array_file_that_is_cut_meanwhile_is_told_in_words(tmp_path, digits, name, reason):
+    path = tmp_path / name
+    (np.save if name == "a.npy" else np.savez)(path, digits[0])
+    chunks = open_stream(path, 32).chunks(6)
+    next(chunks)
+    os.truncate(path, path.stat().st_size // 4)
+    with pytest.raises(UserError, match=reason):
+        list(chunks)

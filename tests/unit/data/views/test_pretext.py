@@ -1,0 +1,140 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as oracle
+
+from cdc_plugin.data.images import open_images
+from cdc_plugin.data.views.pretext import (
+    PretextSettings,
+    change_brightness,
+    change_contrast,
+    change_saturation,
+    gaussian_blur,
+    pretext_view,
+    shift_hue,
+)
+from cdc_plugin.errors import UserError
+
+PLAIN = {"flip": False, "crop_scale": 1.0, "jitter_share": 0.0, "grayscale": 0.0, "blur": 0.0}
+
+
+def settings(size: int = 32, **changes) -> PretextSettings:
+    return PretextSettings(size, (0.0,) * 3, (1.0,) * 3, **{**PLAIN, **changes})
+
+
+@pytest.fixture
+def pixels(randomness) -> torch.Tensor:
+    """Colours in [0, 1], (6, 3, 12, 12), gray and black among them."""
+    made = torch.rand(6, 3, 12, 12, generator=randomness)
+    made[0] = made[0, :1]
+    made[1] = 0
+    return made
+
+
+def test_hue_turns_red_into_green_into_blue_by_thirds():
+    red = torch.tensor([1.0, 0.25, 0.25]).view(1, 3, 1, 1).expand(3, 3, 2, 2)
+    turned = shift_hue(red, torch.tensor([1 / 3, 2 / 3, 1.0]))
+    expected = torch.tensor([[0.25, 1.0, 0.25], [0.25, 0.25, 1.0], [1.0, 0.25, 0.25]])
+    assert torch.allclose(turned[:, :, 0, 0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "reference", "amounts"),
+    [
+        (change_brightness, oracle.adjust_brightness, [0.6, 0.8, 1.0, 1.1, 1.4, 0.0]),
+        (change_contrast, oracle.adjust_contrast, [0.6, 0.8, 1.0, 1.1, 1.4, 0.0]),
+        (change_saturation, oracle.adjust_saturation, [0.6, 0.8, 1.0, 1.1, 1.4, 0.0]),
+        (shift_hue, oracle.adjust_hue, [-0.1, 0.1, 0.0, 0.05, 0.5, -0.5]),
+    ],
+)
+def test_a_colour_change_equals_that_of_torchvision(change, reference, amounts, pixels):
+    changed = change(pixels, torch.tensor(amounts))
+    for image, amount, mine in zip(pixels, amounts, changed, strict=True):
+        # torchvision weighs the channels with rounded numbers.
+        assert torch.allclose(mine, reference(image, amount), atol=2e-4)
+
+
+def test_blur_of_a_single_point_is_a_gaussian():
+    image = torch.zeros(1, 3, 41, 41)
+    image[:, :, 20, 20] = 1
+    blurred = gaussian_blur(image, torch.tensor([1.5]))
+    line = [math.exp(-((x - 20) ** 2) / (2 * 1.5**2)) for x in range(41)]
+    expected = torch.tensor(line) / sum(line)
+    assert torch.allclose(blurred[0, 0], torch.outer(expected, expected), atol=1e-6)
+
+
+def test_blur_equals_torchvision_away_from_the_border(randomness):
+    images = torch.rand(2, 3, 40, 40, generator=randomness)
+    blurred = gaussian_blur(images, torch.tensor([0.5, 2.0]))
+    for image, sigma, mine in zip(images, (0.5, 2.0), blurred, strict=True):
+        theirs = oracle.gaussian_blur(image, [25, 25], [sigma, sigma])
+        assert torch.allclose(mine[:, 14:-14, 14:-14], theirs[:, 14:-14, 14:-14], atol=1e-4)
+
+
+def test_blur_leaves_a_flat_image_flat_up_to_its_border():
+    blurred = gaussian_blur(torch.full((1, 3, 16, 16), 0.3), torch.tensor([2.0]))
+    assert torch.allclose(blurred, torch.full((1, 3, 16, 16), 0.3), atol=1e-6)
+
+
+def test_a_view_without_any_change_is_the_image(digits, randomness):
+    images = torch.from_numpy(digits[0][:5]).permute(0, 3, 1, 2)
+    view = pretext_view(images, settings(), randomness)
+    # A crop of the whole image still takes another aspect; where none fits the image is taken as it is.
+    assert view.shape == (5, 3, 32, 32)
+    assert view.min() >= 0
+    assert view.max() <= 1
+    constant = pretext_view(torch.full((4, 3, 32, 32), 51, dtype=torch.uint8), settings(), randomness)
+    assert torch.allclose(constant, torch.full((4, 3, 32, 32), 0.2), atol=1e-5)
+
+
+def test_a_share_of_the_views_is_gray(randomness):
+    images = torch.zeros(400, 3, 8, 8, dtype=torch.uint8)
+    images[:, 0] = 200
+    views = pretext_view(images, settings(8, grayscale=0.25), randomness)
+    gray = (views[:, 0] == views[:, 1]).flatten(1).all(dim=1)
+    assert 0.17 < gray.float().mean() < 0.33
+    assert torch.allclose(views[gray][:, 0], torch.tensor(200 / 255 * 0.299), atol=1e-4)
+
+
+def test_a_share_of_the_views_is_blurred(randomness):
+    board = (np.indices((16, 16)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    images = torch.from_numpy(board).expand(200, 3, 16, 16).contiguous()
+    sharp = pretext_view(images, settings(16), randomness).flatten(1).std(dim=1)
+    mixed = pretext_view(images, settings(16, blur=0.5), randomness).flatten(1).std(dim=1)
+    assert mixed.mean() < 0.8 * sharp.mean()
+
+
+def test_mirrored_views_appear_only_if_asked_for(randomness):
+    images = torch.zeros(50, 3, 8, 8, dtype=torch.uint8)
+    images[..., :2] = 255  # bright on the left
+    left = pretext_view(images, settings(8), randomness)
+    assert (left[..., 0].mean(dim=(1, 2)) > left[..., -1].mean(dim=(1, 2))).all()
+    both = pretext_view(images, settings(8, flip=True), randomness)
+    mirrored = both[..., 0].mean(dim=(1, 2)) < both[..., -1].mean(dim=(1, 2))
+    assert 10 < mirrored.sum() < 40
+
+
+def test_the_same_generator_gives_the_same_views_and_another_others():
+    images = open_images("digits", 32, labels=False).batch(range(6))
+    full = PretextSettings(32, (0.3,) * 3, (0.3,) * 3)
+    one, two, other = (pretext_view(images, full, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert not torch.allclose(one, other)
+    assert torch.isfinite(one).all()
+    assert one.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"crop_scale": 0.0}, "crop_scale"),
+        ({"jitter": (0.4, 0.4)}, "jitter takes 4"),
+        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "hue"),
+        ({"blur": 1.5}, "blur"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(change, word):
+    with pytest.raises(UserError, match=word):
+        settings(**change)

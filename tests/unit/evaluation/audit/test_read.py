@@ -1,0 +1,179 @@
+"""From answers to bounds, in numbers and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.audit.bounds import accuracy_at_least, accuracy_interval
+from cdc_plugin.evaluation.audit.read import read_answers
+from cdc_plugin.evaluation.audit.sheet import sheet_bytes, sheet_rows
+from cdc_plugin.metrics import correct_samples
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def filled(tmp_path) -> Write:
+    """filled(answers, clusters, confidence, selected, images): an audit of the first images with these answers."""
+
+    def write(
+        answers: Sequence[str],
+        clusters: Sequence[int] | None = None,
+        confidence: Sequence[float] | None = None,
+        selected: Sequence[bool] | None = None,
+        images: int = 500,
+    ) -> Path:
+        count = len(answers)
+        columns = {
+            "index": np.array([str(index) for index in range(images)], dtype=object),
+            "cluster": np.resize(np.arange(count) % 3 if clusters is None else clusters, images),
+            "confidence": np.resize(np.full(count, 0.9) if confidence is None else confidence, images),
+        }
+        if selected is not None:
+            columns["selected"] = np.resize(selected, images)
+        table = np.rec.fromarrays(list(columns.values()), names=list(columns))
+        lines = sheet_rows(table, np.arange(count), "photos by model")
+        for line, answer in zip(lines[1:], answers, strict=True):
+            line[3] = answer
+        path = tmp_path / "audit.csv"
+        path.write_bytes(sheet_bytes(lines))
+        return path
+
+    return write
+
+
+def test_yes_and_no_in_many_spellings_are_counted(filled):
+    yes = ["y", "Yes", "JA", "1", "true", "right", " yes "]
+    no = ["n", "NO", "nein", "0", "False", "wrong"]
+    result = read_answers(filled([*yes, *no, "", "?", "u", "can’t tell"]))
+    found = result.everything
+    assert (found.right, found.answered, result.drawn, result.images) == (7, 13, 17, 500)
+    assert found.accuracy == 7 / 13
+    assert (found.lower, found.upper) == accuracy_interval(7, 13)
+    assert found.at_least == accuracy_at_least(7, 13)
+    assert result.selected is None
+
+
+def test_selected_images_get_bounds_of_their_own(filled):
+    result = read_answers(
+        filled(["y"] * 30 + ["n"] * 10, confidence=[0.95] * 20 + [0.5] * 20, selected=[True] * 20 + [False] * 20)
+    )
+    assert result.selected is not None
+    assert (result.selected.right, result.selected.answered) == (20, 20)
+    assert result.selected.at_least == accuracy_at_least(20, 20)
+    assert result.selected.confidence == pytest.approx(0.95)
+    assert any(line.startswith("of the selected images: 100.0 % (20 of 20 right)") for line in result.lines())
+
+
+def test_calibration_error_worked_by_hand(filled):
+    # Two bins of ten: stated 0.5 and 0.9, right 5 and 6 of 10: (0 + 0.3) / 2.
+    answers = ["y"] * 5 + ["n"] * 5 + ["y"] * 6 + ["n"] * 4
+    result = read_answers(filled(answers, confidence=[0.5] * 10 + [0.9] * 10))
+    assert result.bins == 2
+    assert result.calibration_error == pytest.approx(0.15)
+    assert 0.05 < result.calibration_error_by_chance < 0.15
+
+
+@pytest.mark.parametrize(
+    ("confidence", "words", "fits"), [(0.9, "bear out", True), (0.99, "too sure", False), (0.6, "too modest", False)]
+)
+def test_the_stated_confidence_is_judged_by_the_interval(filled, confidence, words, fits):
+    result = read_answers(filled(["y"] * 85 + ["n"] * 15, confidence=[confidence] * 100))
+    assert result.everything.confidence_fits == fits
+    assert any(
+        line.startswith(f"stated confidence: {100 * confidence:.1f} %") and words in line for line in result.lines()
+    )
+
+
+def test_names_of_classes_are_matched_to_clusters(filled):
+    answers = ["cat", "Cat ", "dog", "dog", "dog", "cat", "bird", "bird", "dog"]
+    result = read_answers(filled(answers, clusters=[0, 0, 0, 1, 1, 1, 2, 2, 2]))
+    assert (result.everything.right, result.everything.answered) == (6, 9)
+    assert "flatters" in result.lines()[-1]
+    assert "3.0 a cluster" in result.lines()[-1]
+
+
+@pytest.mark.parametrize(("accuracy", "per_cluster", "points"), [(0.3, 2, 20), (0.3, 5, 6), (0.6, 2, 3), (0.6, 5, 1)])
+def test_matching_by_the_same_answers_flatters_as_much_as_the_note_says(accuracy, per_cluster, points):
+    randomness = np.random.default_rng(0)
+    excess = []
+    for _ in range(150):
+        clusters = randomness.integers(0, 10, 10 * per_cluster)
+        right = randomness.random(len(clusters)) < accuracy
+        classes = np.where(right, clusters, (clusters + randomness.integers(1, 10, len(clusters))) % 10)
+        excess.append(correct_samples(clusters, classes, 10).mean() - accuracy)
+    assert 100 * np.mean(excess) == pytest.approx(points, abs=2)
+
+
+def test_digits_are_names_of_classes_where_other_digits_stand_beside_them(filled):
+    result = read_answers(filled(["0", "1", "7", "0", "1", "7"], clusters=[0, 1, 2, 0, 1, 2]))
+    assert result.everything.right == 6
+
+
+def test_more_clusters_than_names_leave_clusters_without_a_right_image(filled):
+    assert read_answers(filled(["cat", "dog", "cat"], clusters=[0, 1, 7])).everything.right == 2
+
+
+def test_yes_and_names_together_are_refused(filled):
+    with pytest.raises(UserError, match=r"mixes yes or no \('yes' for r0-.*with other words \('yse' for r2-"):
+        read_answers(filled(["yes", "1", "yse"]))
+
+
+def test_no_answers_are_refused(filled):
+    with pytest.raises(UserError, match=r"no answers; open audit\.html"):
+        read_answers(filled(["", "?", ""]))
+
+
+def test_a_few_images_without_an_answer_change_little_and_are_told(filled):
+    result = read_answers(filled(["y"] * 97 + [""] * 3, confidence=np.linspace(0.2, 1, 100)))
+    assert result.notes == ()
+    assert result.at_least_if_unanswered_wrong == accuracy_at_least(97, 100)
+    assert result.lines()[-1].startswith("note: if every image without an answer were wrong")
+    assert result.lines()[-1].endswith(f"at least {100 * accuracy_at_least(97, 100):.1f} %")
+
+
+def test_many_images_without_an_answer_are_warned_of(filled):
+    notes = read_answers(filled(["y"] * 80 + [""] * 20, confidence=np.linspace(0.2, 1, 100))).notes
+    assert len(notes) == 1
+    assert "left out" in notes[0]
+
+
+def test_unanswered_images_that_are_the_least_sure_are_warned_of(filled):
+    notes = read_answers(filled([""] * 4 + ["y"] * 96, confidence=np.linspace(0.2, 1, 100))).notes
+    assert notes == (
+        "4 of the 4 images without an answer are among the least sure, so the accuracy is likely too high",
+    )
+
+
+def test_images_of_one_confidence_are_not_the_least_sure(filled):
+    assert read_answers(filled([""] * 4 + ["y"] * 96, confidence=[1.0] * 100)).notes == ()
+
+
+def test_rows_that_were_removed_count_as_not_answered(filled):
+    path = filled(["n"] * 2 + ["y"] * 28)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([lines[0], *lines[3:]]), encoding="utf-8")
+    result = read_answers(path)
+    assert (result.everything.right, result.everything.answered, result.drawn) == (28, 28, 30)
+    assert "2 of the 30 drawn images are not in the file" in result.notes[0]
+
+
+def test_an_audit_of_every_image_says_so(filled):
+    assert "every image was looked at" in read_answers(filled(["y"] * 20, images=20)).lines()[-1]
+
+
+def test_the_words_for_the_terminal(filled):
+    lines = read_answers(filled(["y"] * 95 + ["n"] * 5, confidence=[0.94] * 100)).lines()
+    assert lines[:3] == [
+        "100 of 100 images answered, drawn from 500 (photos by model); judged is whether an image belongs to its "
+        "cluster",
+        "accuracy: 95.0 % (95 of 100 right), with 95 % certainty between 88.7 % and 98.4 %, or at least 89.8 %",
+        "stated confidence: 94.0 % on average, which these answers bear out",
+    ]
+    assert lines[3].startswith("calibration error: 1.0 % in 10 bins; a perfectly calibrated model would show ")
+    assert len(lines) == 4

@@ -1,0 +1,135 @@
+"""audit.csv as it is written, and as spreadsheets and people give it back."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.audit.sheet import read_sheet, sheet_bytes, sheet_rows
+
+
+@pytest.fixture
+def table() -> np.recarray:
+    names = np.array([f'ordner, {index}/bild ä "{index}".png' for index in range(8)], dtype=object)
+    columns = [names, np.arange(8) % 3, np.linspace(0.3, 1.0, 8).astype(np.float32), np.arange(8) > 3]
+    return np.rec.fromarrays(columns, names=["path", "cluster", "confidence", "selected"])
+
+
+@pytest.fixture
+def lines(table) -> list[list[str]]:
+    return sheet_rows(table, np.array([5, 2, 7]), "photos by\nmodel; a")
+
+
+def refusal(path: Path, text: str | bytes) -> str:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as error:
+        read_sheet(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def as_text(lines: list[list[str]], **options) -> str:
+    text = io.StringIO()
+    csv.writer(text, **options).writerows(lines)
+    return text.getvalue()
+
+
+def test_the_columns_are_these(lines):
+    assert lines[0] == ["id", "path", "cluster", "answer", "confidence", "selected", "audit"]
+    assert lines[1][1:] == [
+        'ordner, 5/bild ä "5".png', "2", "", "0.800000", "1", "3 of 8 images; photos by model; a",
+    ]  # fmt: skip
+
+
+def test_images_without_a_path_go_by_their_index_and_nothing_need_be_selected():
+    columns = [np.array(["0", "1"], dtype=object), np.array([0, 1]), np.array([0.5, 0.6])]
+    table = np.rec.fromarrays(columns, names=["index", "cluster", "confidence"])
+    assert sheet_rows(table, np.array([1]), "x")[0] == ["id", "index", "cluster", "answer", "confidence", "audit"]
+
+
+def test_what_was_written_is_read(tmp_path, lines):
+    path = tmp_path / "audit.csv"
+    path.write_bytes(sheet_bytes(lines))
+    sheet = read_sheet(path)
+    assert (sheet.drawn, sheet.images, sheet.source) == (3, 8, "photos by model; a")
+    assert [(row.cluster, row.confidence, row.selected, row.answer) for row in sheet.rows] == [
+        (2, 0.8, True, ""),
+        (2, 0.5, False, ""),
+        (1, 1.0, True, ""),
+    ]
+    assert read_sheet(tmp_path) == sheet  # the folder will do
+
+
+def test_names_that_are_no_valid_text_keep_their_bytes(table):
+    table["path"][5] = "caf\udce9.png"
+    assert b"caf\xe9.png" in sheet_bytes(sheet_rows(table, np.array([5]), "x"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
+@pytest.mark.parametrize("options", [{"delimiter": ";", "lineterminator": "\r\n"}, {"delimiter": "\t"}, {}])
+def test_spreadsheets_may_choose_separators_line_ends_and_encodings(tmp_path, lines, options, encoding):
+    path = tmp_path / "filled.csv"
+    lines[1][3] = " Yes "
+    path.write_bytes(as_text(lines, **options).encode(encoding))
+    sheet = read_sheet(path)
+    assert [row.answer for row in sheet.rows] == ["Yes", "", ""]
+    assert sheet.images == 8
+
+
+def test_a_decimal_comma_empty_lines_and_shorter_numbers_are_read(tmp_path, lines):
+    path = tmp_path / "filled.csv"
+    lines[1][4], lines[3][4], lines[0][3] = "0,8", "1", "Answer"
+    path.write_text(as_text([*lines[:2], [], ["", ""], *lines[2:]], delimiter=";"), encoding="utf-8")
+    assert [row.confidence for row in read_sheet(path).rows] == [0.8, 0.5, 1.0]
+
+
+def test_columns_of_ones_own_do_no_harm(tmp_path, lines):
+    path = tmp_path / "filled.csv"
+    path.write_text(as_text([[*line, "remark"] for line in lines]), encoding="utf-8")
+    assert len(read_sheet(path).rows) == 3
+
+
+def test_other_files_are_refused_in_one_line(tmp_path):
+    path = tmp_path / "x.csv"
+    assert "is empty" in refusal(path, "\n\n")
+    assert "no column 'id'" in refusal(path, "path,cluster,confidence\na,1,0.5\n")
+    assert "no rows" in refusal(path, "id,cluster,confidence,answer,audit\n")
+    assert "workbook" in refusal(path, b"PK\x03\x04...")
+    assert "cannot be read as CSV" in refusal(path, b"id,answer\n" + b"x" * 200_000)
+    with pytest.raises(UserError, match="cannot read"):
+        read_sheet(tmp_path / "absent.csv")
+    with pytest.raises(UserError, match=r"cannot read .*audit\.csv"):
+        read_sheet(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        (0, "r5-0000", "does not fit cluster 2"),
+        (0, "5", "does not fit"),
+        (2, "1", "does not fit cluster 1"),
+        (2, "", "expected a cluster number"),
+        (4, "sure", "expected a cluster number"),
+        (4, "nan", "confidence from 0 to 1"),
+        (6, "", "N of M images"),
+    ],
+)
+def test_edited_rows_are_named(tmp_path, lines, column, value, reason):
+    lines[1][column] = value
+    message = refusal(tmp_path / "x.csv", as_text(lines))
+    assert reason in message
+    assert "line 2" in message
+
+
+def test_a_row_that_comes_twice_is_refused(tmp_path, lines):
+    assert "twice" in refusal(tmp_path / "x.csv", as_text([*lines, lines[1]]))
+
+
+def test_rows_of_two_audits_are_refused(tmp_path, table, lines):
+    other = sheet_rows(table, np.array([1, 3]), "photos")
+    assert "2 audits" in refusal(tmp_path / "x.csv", as_text([*lines, *other[1:]]))

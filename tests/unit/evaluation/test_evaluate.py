@@ -1,0 +1,225 @@
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import cdc_plugin
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation import evaluate as assessment
+from cdc_plugin.evaluation.evaluate import compare, evaluate
+from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.heads import ClusterHead
+
+FILES = {"report.html", "report.json", "predictions.csv"}
+WITH_LABELS = {"ACC", "NMI", "ARI", "ECE", "AECE", "CECE", "BRIER", "NLL", "AUROC", "AURC", "FPR95"}
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def bytes_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory, digits) -> Path:
+    path = tmp_path_factory.mktemp("archive") / "digits.npz"
+    np.savez(path, x=digits[0][:60], y=digits[1][:60] % 3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, archive, tiny_checkpoint) -> Path:
+    """A real run of one epoch on 60 digits, in 3 clusters."""
+    out = tmp_path_factory.mktemp("runs") / "photos"
+    small = {"hidden": 16, "batch_size": 30, "sub_batch_size": 15, "mini_clusters": 8, "epochs": 1}
+    cdc_plugin.refine(tiny_checkpoint, archive, 3, out=out, device="cpu", **small)
+    return out
+
+
+@pytest.fixture
+def noise() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+
+
+def test_a_run_on_its_own_images_gets_the_figures_that_it_reported(finished, tmp_path):
+    report = evaluate(finished, out=tmp_path / "again", device="cpu")
+    own = json.loads((finished / "report.json").read_text())
+    assert names_in(tmp_path / "again") == FILES
+    for key in ("before", "after", "label_free", "images", "clusters", "labels"):
+        assert report.metrics[key] == own[key], key
+    assert json.loads((tmp_path / "again" / "report.json").read_text()) == report.metrics
+    assert (tmp_path / "again" / "predictions.csv").read_bytes() == (finished / "predictions.csv").read_bytes()
+    page = (tmp_path / "again" / "report.html").read_text(encoding="utf-8")
+    assert "mini_clusters: 8" in page
+    assert "at the start" in page
+
+
+def test_other_images_are_not_compared_with_those_that_a_run_began_with(finished, tmp_path, digits):
+    report = evaluate(finished, digits[0][60:100], out=tmp_path / "new", device="cpu")
+    assert (report.metrics["before"], report.metrics["old_model"], report.metrics["labels"]) == (None, None, False)
+    page = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
+    assert "mini_clusters: 8" not in page
+    assert "at the start" not in page
+    assert report.metrics["label_free"]["stability"] is None
+
+
+def test_without_labels_no_figure_that_needs_them_is_left(finished, tmp_path):
+    metrics = evaluate(finished, out=tmp_path / "out", labels=False, device="cpu").metrics
+    assert (metrics["labels"], metrics["classes"], metrics["before"]) == (False, None, None)
+    assert not WITH_LABELS & {name for figures in metrics["after"].values() for name in figures}
+
+
+def test_an_old_clustering_model_is_shown_once_as_it_is(scan_checkpoint, archive, tmp_path):
+    report = evaluate(scan_checkpoint, archive, out=tmp_path / "out", device="cpu")
+    assert list(report.metrics["after"]) == ["kmeans", "model"]
+    assert report.metrics["after"]["model"].keys() >= WITH_LABELS
+    assert report.metrics["model"]["writer"] == "SCAN (clustering)"
+    with np.load(archive) as stored:
+        expected = load_model(scan_checkpoint).predict_proba(stored["x"])
+    with open(tmp_path / "out" / "predictions.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(set(expected.argmax(axis=1))) > 1
+    assert [int(row["cluster"]) for row in rows] == expected.argmax(axis=1).tolist()
+    np.testing.assert_allclose([float(row["confidence"]) for row in rows], expected.max(axis=1), atol=1e-5)
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "the model as it is" in page
+    assert f"cdc-evaluate --model {scan_checkpoint} --data {archive}" in page
+
+
+def test_outside_images_are_scored_by_both_heads_and_by_distance(finished, tmp_path, noise):
+    report = evaluate(finished, ood=[noise, noise[:5]], out=tmp_path / "out", device="cpu")
+    assert [entry["images"] for entry in report.metrics["outside"]] == [12, 5]
+    for entry in report.metrics["outside"]:
+        assert list(entry["scores"]) == ["clustering head", "calibration head", "distance"]
+        assert all(0 <= value <= 1 for figures in entry["scores"].values() for value in figures.values())
+
+
+def test_one_outside_set_need_not_be_in_a_list(finished, tmp_path, noise):
+    np.save(tmp_path / "noise.npy", noise)
+    for number, given in enumerate((noise, str(tmp_path / "noise.npy"))):
+        report = evaluate(finished, ood=given, out=tmp_path / str(number), device="cpu")
+        assert [entry["images"] for entry in report.metrics["outside"]] == [12]
+
+
+def test_a_mistyped_outside_set_is_told_before_any_image_is_read(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(assessment, "open_images", lambda *_, **__: pytest.fail("images were read"))
+    with pytest.raises(UserError, match="nothing at /no/such/place"):
+        evaluate(finished, ood=["/no/such/place"], out=tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_others_needs_images_to_be_named(scan_checkpoint, tmp_path):
+    with pytest.raises(UserError, match="does not say which images it was made from; name some with --data"):
+        evaluate(scan_checkpoint, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_three_images_are_enough_for_two_clusters_and_one_is_not(tiny_backbone, digits, tmp_path):
+    head = ClusterHead(8, 12, 2)
+    model = Clusterer(tiny_backbone, head, head)
+    report = evaluate(model, digits[0][:3], ood=[digits[0][:1]], out=tmp_path / "few", device="cpu")
+    assert report.metrics["images"] == 3
+    assert names_in(tmp_path / "few") == FILES
+    with pytest.raises(UserError, match="1 readable images, too few to evaluate 2 clusters"):
+        evaluate(model, digits[0][:1], out=tmp_path / "one", device="cpu")
+
+
+def test_more_classes_than_clusters_are_matched_one_to_one(scan_checkpoint, digits, tmp_path):
+    path = tmp_path / "many.npz"
+    np.savez(path, x=digits[0][:40], y=np.arange(40))
+    metrics = evaluate(scan_checkpoint, path, out=tmp_path / "out", device="cpu").metrics
+    assert (metrics["classes"], metrics["clusters"]) == (40, 4)
+    used = sum(size > 0 for size in metrics["after"]["model"]["cluster_sizes"])
+    assert metrics["after"]["model"]["ACC"] == pytest.approx(used / 40)  # one image of each cluster is right
+
+
+def test_what_a_result_states_itself_cannot_be_said_otherwise(finished, tmp_path):
+    with pytest.raises(UserError, match="states its own network and heads; leave --head 1 out"):
+        evaluate(finished, head=1, out=tmp_path / "out")
+
+
+def test_a_run_given_for_the_report_loses_nothing_but_an_older_report(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    before = bytes_in(folder)
+    with pytest.raises(
+        UserError, match=r"not empty.*--overwrite to replace report\.html, report\.json, predictions\.c"
+    ):
+        evaluate(folder, out=folder, device="cpu")
+    assert bytes_in(folder) == before
+    evaluate(folder, out=folder, overwrite=True, device="cpu")
+    after = bytes_in(folder)
+    assert after.keys() == before.keys()
+    assert {name for name in before if after[name] != before[name]} <= FILES
+    again = evaluate(folder, out=folder, overwrite=True, device="cpu")  # from a report of its own kind
+    assert again.metrics["before"] == json.loads(before["report.json"])["before"]
+
+
+def test_reports_without_a_place_get_numbered_folders(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [evaluate(finished, out=None, device="cpu").folder for _ in range(2)]
+    assert [str(folder) for folder in folders] == ["cdc-runs/photos-evaluation-1", "cdc-runs/photos-evaluation-2"]
+
+
+def test_models_that_differ_in_everything_are_compared_on_the_same_images(
+    finished, scan_checkpoint, tiny_backbone, tmp_path, noise
+):
+    other = Clusterer(tiny_backbone, ClusterHead(8, 12, 2), ClusterHead(8, 12, 2))
+    other.backbone.input_size = 24
+    out = tmp_path / "out"
+    models, names = [scan_checkpoint, finished, other], ["old", "new", "mine"]
+    reports = compare(models, ood=[noise], out=out, names=names, device="cpu")
+    assert names_in(out) == {*names, "report.html", "report.json"}
+    assert all(names_in(out / name) == FILES for name in names)
+    assert [report.metrics["clusters"] for report in reports] == [4, 3, 2]
+    assert {report.metrics["data"] for report in reports} == {reports[1].metrics["data"]}
+    stored = json.loads((out / "report.json").read_text())
+    assert [entry["model"]["name"] for entry in stored["models"]] == names
+    alone = evaluate(finished, ood=[noise], out=tmp_path / "alone", device="cpu")
+    assert stored["models"][1]["after"] == alone.metrics["after"]
+    assert stored["models"][1]["outside"] == alone.metrics["outside"]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["a"], "2 models take as many"),
+        (["a", "a"], "different names"),
+        (["a", "b/c"], "no slash"),
+        (["..", "a"], ".."),
+    ],
+)
+def test_names_of_compared_models_are_as_many_and_usable(finished, scan_checkpoint, names, reason):
+    with pytest.raises(UserError, match=reason):
+        compare([finished, scan_checkpoint], names=names)
+
+
+def test_a_comparison_takes_two_models(finished):
+    with pytest.raises(UserError, match="at least two models"):
+        compare([finished])
+
+
+def test_facts_that_a_checkpoint_leaves_open_are_settled_by_the_images(scan_checkpoint, archive, tmp_path, monkeypatch):
+    asked = []
+
+    def settle(backbone, images):
+        asked.append((backbone.assumed, len(images)))
+        return backbone
+
+    monkeypatch.setattr(assessment, "settle_assumptions", settle)
+    evaluate(scan_checkpoint, archive, out=tmp_path / "out", device="cpu")
+    assert asked == [(load_model(scan_checkpoint).backbone.assumed, 60)]
+
+
+def test_distances_are_in_the_table_of_a_model_that_has_prototypes(finished, digits, tmp_path):
+    table = evaluate(finished, digits[0][60:90], out=tmp_path / "out", device="cpu").predictions
+    prototypes = load_model(finished).prototypes
+    assert prototypes is not None
+    assert (table["outlier"] == (table["distance"] > prototypes.limit)).all()
+    assert torch.isfinite(torch.from_numpy(table["distance"].astype(np.float32))).all()

@@ -1,0 +1,246 @@
+"""The checkpoint doctor, in Python and as a command."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from cdc_plugin.checkpoints import Wanted
+from cdc_plugin.cli import inspect as cli_inspect
+from cdc_plugin.config.demo import demo_settings
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.inspect import inspect
+from cdc_plugin.evaluation.inspect_features import (
+    affordable,
+    compare_neighbours,
+    feature_spread,
+    neighbours,
+    random_twin,
+)
+from tests.helpers import ROOT
+
+DEMO = demo_settings()["backbone"]
+
+
+@pytest.fixture(scope="module")
+def examined(digits):
+    return inspect(DEMO, digits[0], device="cpu")
+
+
+def broken(tiny_checkpoint, folder):
+    """A state dict with one name misspelt and one weight of another shape."""
+    state = torch.load(tiny_checkpoint, weights_only=True)
+    state["layer2.0.conv2.weights"] = state.pop("layer2.0.conv2.weight")
+    state["layer4.0.bn2.bias"] = torch.zeros(5)
+    path = folder / "broken.pt"
+    torch.save(state, path)
+    return path
+
+
+def run(capsys, *arguments):
+    code = 0
+    try:
+        cli_inspect.inspect_command([str(word) for word in arguments])
+    except SystemExit as end:
+        code = end.code
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_facts_of_a_bare_state_dict_say_what_is_assumed_and_why(tiny_checkpoint):
+    found = inspect(tiny_checkpoint)
+    assert found["loadable"]
+    assert found["error"] is None
+    assert (found["format"], found["feature_dim"], found["heads"]) == ("torchvision", 8, [])
+    assert found["weights"]["matched"] == 1.0
+    assert found["file"]["bytes"] == tiny_checkpoint.stat().st_size
+    assert {"mean", "std", "input_size"} <= set(found["input"]["assumed"])
+    assert {"mean", "std", "input_size"} <= set(found["why"])
+    assert found["branches"] == ["online"]
+    assert "images" not in found
+
+
+def test_number_of_parameters_is_that_of_the_network(tiny_checkpoint, tiny_backbone):
+    assert inspect(tiny_checkpoint)["parameters"] == sum(p.numel() for p in tiny_backbone.parameters())
+
+
+def test_weights_that_do_not_fit_are_all_listed_with_their_neighbours(tiny_checkpoint, tmp_path):
+    found = inspect(broken(tiny_checkpoint, tmp_path))
+    assert not found["loadable"]
+    weights = found["weights"]
+    assert weights["missing"] == [{"name": "layer2.0.conv2.weight", "near": "layer2.0.conv2.weights"}]
+    assert weights["unexpected"] == [{"name": "layer2.0.conv2.weights", "near": "layer2.0.conv2.weight"}]
+    assert weights["misshapen"] == [{"name": "layer4.0.bn2.bias", "found": [5], "expected": [8]}]
+    assert 0.9 < weights["matched"] < 1
+
+
+def test_file_that_is_no_checkpoint_is_reported_not_raised(tmp_path):
+    path = tmp_path / "notes.pth"
+    path.write_text("these are notes")
+    found = inspect(path)
+    assert not found["loadable"]
+    assert "text" in found["error"]
+
+
+def test_images_fit_a_backbone_that_was_trained_on_them(examined):
+    found = examined["images"]
+    assert found["batchnorm"]["verdict"] == "fits"
+    assert found["batchnorm"]["variants"][0]["changed"] == {}
+    assert not found["features"]["collapsed"]
+
+
+def test_trained_backbone_keeps_more_neighbours_than_random_weights(examined):
+    near = examined["images"]["neighbours"]
+    assert near["better"] is True
+    assert near["trained"]["kept"] > 2 * near["random"]["kept"]
+    assert near["trained"]["found"] > 2 * near["random"]["found"]
+
+
+def test_untrained_network_is_not_better_than_random_weights(tiny_backbone, digits):
+    pixels = torch.from_numpy(digits[0][:100]).permute(0, 3, 1, 2)
+    _, comparison = compare_neighbours(random_twin(tiny_backbone, pixels), pixels)
+    assert comparison.better is False
+    assert "better than random weights" in comparison.words
+
+
+def test_few_images_give_no_verdict_on_neighbours(tiny_checkpoint, digits):
+    near = inspect(tiny_checkpoint, digits[0][:8], device="cpu")["images"]["neighbours"]
+    assert near["better"] is None
+    assert "too few" in near["words"]
+
+
+def test_untrained_statistics_are_named(tiny_checkpoint, digits):
+    found = inspect(tiny_checkpoint, digits[0][:16], device="cpu")
+    assert found["images"]["batchnorm"]["verdict"] == "untrained"
+
+
+def test_too_few_images_are_refused(tiny_checkpoint, digits):
+    with pytest.raises(UserError, match="2 readable images"):
+        inspect(tiny_checkpoint, digits[0][:2], device="cpu")
+
+
+def test_inspection_leaves_the_random_state_alone(tiny_backbone, digits):
+    pixels = torch.from_numpy(digits[0][:8]).permute(0, 3, 1, 2)
+    before = torch.get_rng_state()
+    first, second = random_twin(tiny_backbone, pixels), random_twin(tiny_backbone, pixels)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.module.conv1.weight, second.module.conv1.weight)
+
+
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        (torch.ones(40, 6) + 1e-4 * torch.eye(40, 6), "nearly the same"),
+        (torch.linspace(-1, 1, 40)[:, None] * torch.arange(1.0, 7), "single line"),
+        (torch.cat([torch.randn(40, 2, generator=torch.Generator().manual_seed(0)), torch.ones(40, 6)], 1), "75%"),
+    ],
+)
+def test_collapse_is_told_by_its_kind(features, words):
+    found = feature_spread(features)
+    assert found.collapsed
+    assert words in found.words
+
+
+def test_gaussian_features_use_their_whole_space(randomness):
+    found = feature_spread(torch.randn(2000, 5, generator=randomness))
+    assert found.effective_rank == pytest.approx(5, abs=0.05)
+    assert found.dead_dimensions == 0
+    assert found.mean_cosine == pytest.approx(0, abs=0.01)
+    assert found.spread == pytest.approx(1, abs=0.01)
+    assert found.words == "not collapsed"
+
+
+def test_neighbours_of_the_same_view_are_all_kept_and_those_of_noise_are_not(randomness):
+    features, noise = (torch.randn(200, 8, generator=randomness) for _ in range(2))
+    same, other = neighbours(features, features, 10), neighbours(features, noise, 10)
+    assert (same.kept, same.found) == (1, 1)
+    assert other.kept < 0.15
+    assert other.found < 0.05
+
+
+def test_neighbours_kept_are_counted_by_hand():
+    angles = torch.tensor([0.0, 10.0, 90.0, 100.0]).deg2rad()
+    moved = torch.tensor([0.0, 60.0, 90.0, 100.0]).deg2rad()  # the second now lies nearest to the third
+    features, views = (torch.stack([a.cos(), a.sin()], dim=1) for a in (angles, moved))
+    found = neighbours(features, views, 1)
+    assert (found.kept, found.found) == (0.75, 0.75)
+
+
+def test_slow_network_is_shown_fewer_images(tiny_backbone, digits, monkeypatch):
+    pixels = torch.from_numpy(digits[0]).permute(0, 3, 1, 2)
+    clock = iter([0.0, 8.0])
+    monkeypatch.setattr("cdc_plugin.evaluation.inspect_features.time.monotonic", lambda: next(clock))
+    assert affordable(tiny_backbone, pixels) == 62
+
+
+def test_help_answers_without_torch():
+    code = (
+        "import sys; from cdc_plugin.cli import inspect as cli_inspect; cli_inspect.inspect_parser().format_help();"
+        "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_every_option_of_the_help_examples_exists():
+    known = {option for action in cli_inspect.inspect_parser()._actions for option in action.option_strings}
+    assert {word for word in cli_inspect.EPILOG.split() if word.startswith("--")} <= known
+
+
+def test_command_prints_aligned_facts_on_one_screen(capsys, examined, monkeypatch):
+    monkeypatch.setattr("cdc_plugin.evaluation.inspect.inspect", lambda *_, **__: examined)
+    code, out, err = run(capsys, DEMO)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) <= 30
+    assert all(line == "" or line[13] == " " for line in lines)
+    assert "better than random weights" in out
+    assert "2 (linear-batchnorm-relu-linear)" in out or "heads         none" in out
+
+
+def test_json_has_the_same_content(capsys, tiny_checkpoint):
+    code, out, _ = run(capsys, tiny_checkpoint, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(json.dumps(inspect(tiny_checkpoint)))
+
+
+def test_weights_that_do_not_fit_end_with_code_2_and_a_list(capsys, tiny_checkpoint, tmp_path):
+    path = broken(tiny_checkpoint, tmp_path)
+    code, out, err = run(capsys, path)
+    assert code == 2
+    assert "layer2.0.conv2.weight   (near: layer2.0.conv2.weights)" in out
+    assert "layer4.0.bn2.bias   found 5, expected 8" in out
+    assert len(err.splitlines()) == 1
+    code, out, _ = run(capsys, path, "--json")
+    assert code == 2
+    assert json.loads(out)["loadable"] is False
+
+
+def test_missing_file_is_one_line_and_code_2(capsys, tmp_path):
+    code, out, err = run(capsys, tmp_path / "none.pt")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+def test_folder_is_sampled_and_unreadable_images_are_counted(tiny_checkpoint, tmp_path, digits, write_images):
+    folder = write_images(tmp_path / "photos", digits[0][:12])
+    (folder / "zz.png").write_bytes(b"broken")
+    found = inspect(tiny_checkpoint, str(folder), device="cpu")["images"]
+    assert (found["count"], found["skipped"], found["size"]) == (12, 1, 32)
+
+
+def test_wanted_architecture_that_is_unknown_is_reported(tiny_checkpoint):
+    found = inspect(tiny_checkpoint, wanted=Wanted(arch="no_such_net"))
+    assert not found["loadable"]
+    assert "no_such_net" in found["error"]
+
+
+def test_arrays_are_read_to_the_limit(digits):
+    from cdc_plugin.data.images import open_images
+
+    found = open_images(np.asarray(digits[0]), 32, limit=5)
+    assert len(found) == 5
+    assert np.array_equal(found.images[-1], digits[0][-1])

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cdc_plugin.core.mahalanobis import Prototypes
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation import predict as prediction
+from cdc_plugin.evaluation import predict_resume as prediction_parts
+from cdc_plugin.evaluation.predict import Prediction, Predictor, predict_images, prepare
+from cdc_plugin.evaluation.predict_resume import fingerprint, predict_in_parts
+from cdc_plugin.training.distributed import ALONE, World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(prediction_parts, "PART", 8)
+
+
+@pytest.fixture
+def photos(tmp_path, digits, write_images) -> Path:
+    return write_images(tmp_path / "photos", digits[0][:30])
+
+
+@pytest.fixture
+def predictor(tiny_clusterer, photos) -> Predictor:
+    return prepare(tiny_clusterer, photos, CPU, 4)
+
+
+@pytest.fixture
+def kept(tmp_path) -> Path:
+    return tmp_path / ".new.csv.parts"
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[int]:
+    """How many images each call of the network had."""
+    calls: list[int] = []
+    compute = prediction._columns
+
+    def counted(model, squares, *rest):
+        calls.append(len(squares))
+        return compute(model, squares, *rest)
+
+    monkeypatch.setattr(prediction, "_columns", counted)
+    return calls
+
+
+def assert_same(found: Prediction | None, expected: Prediction) -> None:
+    assert found is not None
+    assert found.table.dtype == expected.table.dtype
+    for name in expected.table.dtype.names or ():
+        if expected.table[name].dtype.kind == "f":
+            np.testing.assert_allclose(found.table[name], expected.table[name], atol=1e-6)
+        else:
+            assert found.table[name].tolist() == expected.table[name].tolist()
+    assert found.places.tolist() == expected.places.tolist()
+    assert found.skipped == expected.skipped
+    assert found.source == expected.source
+
+
+def interrupt(monkeypatch, after: int) -> None:
+    """Let the process end while the network computes, after so many calls."""
+    compute, calls = prediction._columns, []
+
+    def interrupted(*arguments):
+        if len(calls) == after:
+            raise KeyboardInterrupt
+        calls.append(1)
+        return compute(*arguments)
+
+    monkeypatch.setattr(prediction, "_columns", interrupted)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 256])
+def test_the_table_does_not_depend_on_parts_or_batches(tiny_clusterer, photos, kept, size):
+    (photos / "image 009.png").write_bytes(b"x")
+    tiny_clusterer.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.99999)
+    found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, size), kept, ALONE)
+    assert_same(found, predict_images(tiny_clusterer, photos, CPU, 30))
+    assert len(list(kept.glob("*.npz"))) == 4
+
+
+def test_after_a_fault_finished_parts_are_not_computed_again(predictor, kept, computed, monkeypatch):
+    with monkeypatch.context() as fault:
+        interrupt(fault, after=5)
+        with pytest.raises(KeyboardInterrupt):
+            predict_in_parts(predictor, kept, ALONE)
+    assert len(list(kept.glob("*.npz"))) == 2
+    computed.clear()
+    found = predict_in_parts(predictor, kept, ALONE)
+    assert computed == [4, 4, 4, 2]  # 14 of 30 images
+    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
+
+
+def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, computed):
+    expected = predict_in_parts(predictor, kept, ALONE)
+    assert expected is not None
+    table = expected.table
+    sorted(kept.glob("*.npz"))[1].unlink()
+    computed.clear()
+    found = predict_in_parts(predictor, kept, ALONE)
+    assert computed == [4, 4]
+    assert found is not None
+    assert (found.table == table).all()
+    computed.clear()
+    predict_in_parts(predictor, kept, ALONE)
+    assert computed == []
+
+
+def test_another_model_other_images_or_another_part_size_begin_anew(
+    predictor, photos, kept, computed, monkeypatch, caplog
+):
+    def images_computed(predictor: Predictor) -> int:
+        computed.clear()
+        predict_in_parts(predictor, kept, ALONE)
+        return sum(computed)
+
+    assert images_computed(predictor) == 30
+    assert images_computed(prepare(predictor.model, photos, CPU, 7)) == 0  # the batch size changes nothing
+    other = copy.deepcopy(predictor.model)
+    other.calibration_head[-1].bias.data[0] += 0.1
+    assert images_computed(prepare(other, photos, CPU, 4)) == 30
+    assert "model changed" in caplog.text
+    (photos / "image 003.png").unlink()
+    assert images_computed(prepare(other, photos, CPU, 4)) == 29
+    assert "data and images changed" in caplog.text
+    monkeypatch.setattr(prediction_parts, "PART", 12)
+    assert images_computed(prepare(other, photos, CPU, 4)) == 29
+    assert len(list(kept.glob("*.npz"))) == 3
+
+
+def test_all_that_changes_a_prediction_changes_the_fingerprint_of_the_model(predictor, digits):
+    def digest(**changes: Any) -> str | int:
+        model = copy.deepcopy(predictor.model)
+        for name, value in changes.items():
+            setattr(model.backbone if hasattr(model.backbone, name) else model, name, value)
+        return fingerprint(Predictor(model, predictor.stream, predictor.settings, CPU, 4))["model"]
+
+    unit = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=1.0)
+    found = [
+        digest(),
+        digest(input_size=64),
+        digest(mean=torch.tensor([0.1, 0.2, 0.3])),
+        digest(std=torch.tensor([0.1, 0.2, 0.3])),
+        digest(prototypes=unit),
+        digest(prototypes=Prototypes(unit.centers, unit.whitening, limit=2.0)),
+        digest(clustering_head=predictor.model.calibration_head),
+    ]
+    assert len(set(found)) == len(found)
+    assert digest() == found[0]
+
+
+def test_arrays_and_array_files_are_told_apart_by_their_content(tiny_clusterer, digits, tmp_path):
+    def digest(data: object) -> str | int:
+        return fingerprint(prepare(tiny_clusterer, data, CPU))["data"]
+
+    images = digits[0][:20]
+    changed = images.copy()
+    changed[7, 0, 0] ^= 1
+    assert digest(images) == digest(images.copy()) != digest(changed)
+    np.savez(tmp_path / "a.npz", x=images)
+    first = digest(tmp_path / "a.npz")
+    assert digest(tmp_path / "a.npz") == first
+    np.savez(tmp_path / "a.npz", x=changed[:19])
+    assert digest(tmp_path / "a.npz") != first
+
+
+def test_unreadable_images_of_a_finished_part_are_remembered(tiny_clusterer, photos, kept, monkeypatch):
+    for number in (2, *range(8, 16), 29):  # the whole second part
+        (photos / f"image {number:03d}.png").write_bytes(b"x")
+    predictor = prepare(tiny_clusterer, photos, CPU, 4)
+    with monkeypatch.context() as fault:
+        interrupt(fault, after=3)
+        with pytest.raises(KeyboardInterrupt):
+            predict_in_parts(predictor, kept, ALONE)
+    assert len(list(kept.glob("*.npz"))) == 2
+    found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, 4), kept, ALONE)
+    assert_same(found, predict_images(tiny_clusterer, photos, CPU))
+    assert found is not None
+    assert len(found.skipped) == 10
+
+
+def test_images_that_vanish_while_others_are_sorted_are_skipped_with_the_reason(predictor, photos, kept):
+    for number in range(20, 30):
+        (photos / f"image {number:03d}.png").unlink()
+    found = predict_in_parts(predictor, kept, ALONE)
+    assert found is not None
+    assert found.places.tolist() == list(range(20))
+    assert [name for name, _ in found.skipped] == [f"image {number:03d}.png" for number in range(20, 30)]
+    assert all("No such file" in reason for _, reason in found.skipped)
+
+
+def test_images_that_have_all_vanished_are_refused(predictor, photos, kept):
+    for path in photos.iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match="none of the 30 images"):
+        predict_in_parts(predictor, kept, ALONE)
+    assert not kept.exists()
+
+
+def test_a_single_part_leaves_nothing_on_disk(tiny_clusterer, digits, kept):
+    found = predict_in_parts(prepare(tiny_clusterer, digits[0][:8], CPU, 4), kept, ALONE)
+    assert_same(found, predict_images(tiny_clusterer, digits[0][:8], CPU))
+    assert not kept.exists()
+
+
+def test_nonsense_is_refused_before_it_is_kept(predictor, kept):
+    predictor.model.calibration_head[-1].bias.data.fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        predict_in_parts(predictor, kept, ALONE)
+    assert not kept.exists()
+
+
+def test_tables_in_parts_are_the_whole_table_with_more_columns(predictor, kept):
+    found = predict_in_parts(predictor, kept, ALONE)
+    assert found is not None
+    tables = list(found.tables(selected=np.arange(30) % 2 == 0))
+    assert [len(table) for table in tables] == [8, 8, 8, 6]
+    assert [flag for table in tables for flag in table["selected"]] == [True, False] * 15
+    assert tables[0].dtype.names[:-1] == found.table.dtype.names
+    assert found.column("outlier") is None
+
+
+@dataclass(frozen=True)
+class Turn(World):
+    """One of several processes that have their turns one after the other: the first says what all of them hear."""
+
+    said: list[Any] = field(default_factory=list)
+    heard: list[int] = field(default_factory=list)
+
+    def from_main(self, make: Callable[[], Any]) -> Any:
+        if len(self.heard) == len(self.said):
+            self.said.append(make())
+        self.heard.append(1)
+        return self.said[len(self.heard) - 1]
+
+    def wait(self) -> None:
+        pass
+
+
+def by_turns(predictor: Predictor, kept: Path, size: int, turns: list[int]) -> Prediction | None:
+    said: list[Any] = []
+    results = [predict_in_parts(predictor, kept, Turn(rank, size, rank, said=said)) for rank in turns]
+    assert all(result is None for result in results[:-1])
+    return results[-1]
+
+
+@pytest.mark.parametrize("count", [9, 17, 30])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_every_image_is_computed_once_by_any_number_of_processes(tiny_clusterer, digits, kept, computed, count, size):
+    predictor = prepare(tiny_clusterer, digits[0][:count], CPU, 4)
+    found = by_turns(predictor, kept, size, [*reversed(range(1, size)), 0])
+    assert sum(computed) == count
+    assert_same(found, predict_images(tiny_clusterer, digits[0][:count], CPU))
+
+
+def test_another_number_of_processes_goes_on_with_what_is_there(predictor, kept, computed):
+    by_turns(predictor, kept, 3, [1])  # the others have died
+    assert sum(computed) == 8
+    found = by_turns(predictor, kept, 2, [1, 0])
+    assert sum(computed) == 30
+    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
+
+
+def test_processes_that_see_other_images_do_not_work_together(predictor, photos, kept):
+    said: list[Any] = [{**fingerprint(predictor), "data": "other"}]
+    with pytest.raises(UserError, match="process 1 found another model or other images"):
+        predict_in_parts(predictor, kept, Turn(1, 2, 1, said=said))

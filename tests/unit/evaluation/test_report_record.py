@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import normalized_mutual_info_score
+
+from cdc_plugin.core.prototypes import standardize_rows
+from cdc_plugin.data.images import open_images
+from cdc_plugin.evaluation.report_record import (
+    extract_features,
+    head_probabilities,
+    kmeans_assignment,
+    measure,
+    trusted_samples,
+)
+from cdc_plugin.models.heads import ClusterHead
+
+CPU = torch.device("cpu")
+CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
+CALIBRATION = np.array([[0.8, 0.2, 0.0], [0.3, 0.6, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7]], dtype=np.float32)
+
+
+def test_figures_with_labels_by_hand_and_against_scikit_learn():
+    labels = np.array([4, 7, 7, 9])
+    kmeans_labels = np.array([0, 0, 1, 2])
+    found = measure(CLUSTERING, CALIBRATION, kmeans_labels, labels)
+    assert set(found) == {"kmeans", "clustering_head", "calibration_head"}
+    assert found["calibration_head"]["ACC"] == 1.0
+    assert found["calibration_head"]["CONF"] == pytest.approx(0.65)
+    # All four are right, in bins of their own: the distances to 1 are the error.
+    assert found["calibration_head"]["ECE"] == pytest.approx((0.2 + 0.4 + 0.5 + 0.3) / 4, abs=1e-6)
+    assert found["clustering_head"]["ACC"] == 0.75
+    assert found["kmeans"]["NMI"] == pytest.approx(normalized_mutual_info_score(labels, kmeans_labels))
+    assert found["kmeans"]["ECE"] is None
+    assert found["clustering_head"]["cluster_sizes"] == [2, 1, 1]
+
+
+def test_without_labels_only_confidence_and_sizes_are_stated():
+    found = measure(CLUSTERING, CALIBRATION, np.array([0, 0, 1, 2]), None)
+    assert set(found["calibration_head"]) == {"CONF", "cluster_sizes", "bins", "histogram"}
+    assert set(found["kmeans"]) == {"cluster_sizes"}
+    assert found["calibration_head"]["cluster_sizes"] == [1, 2, 1]
+
+
+def test_trusted_samples_are_those_of_the_selection():
+    sure = np.repeat(np.eye(2, dtype=np.float32), 3, axis=0)
+    assert trusted_samples(sure).all()
+    assert not trusted_samples(np.full((4, 4), 0.25, dtype=np.float32)).any()
+
+
+def test_features_do_not_depend_on_order_and_come_without_gradient(tiny_backbone, digits):
+    images = open_images(digits[0][:20], 32)
+    turned = open_images(digits[0][:20][::-1].copy(), 32)
+    features = extract_features(tiny_backbone, images, CPU, "float32", None)
+    assert features.shape == (20, 8)
+    assert not features.requires_grad
+    torch.testing.assert_close(extract_features(tiny_backbone, turned, CPU, "float32", None).flip(0), features)
+    low = extract_features(tiny_backbone, images, CPU, "bfloat16", None)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, features, rtol=0.1, atol=0.1)
+
+
+def test_probabilities_of_a_head_use_running_statistics():
+    head = ClusterHead(4, 6, 3).train()
+    features = torch.randn(10, 4)
+    together = head_probabilities(head, features)
+    alone = np.concatenate([head_probabilities(head, row) for row in features.split(1)])
+    np.testing.assert_allclose(alone, together, atol=1e-6)
+    np.testing.assert_allclose(together.sum(axis=1), 1, atol=1e-6)
+
+
+def test_kmeans_ignores_offset_and_length_of_features():
+    directions = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))[torch.arange(30) % 3]
+    features = directions * torch.rand(30, 1) * 9 + 5
+    found = kmeans_assignment(features, 3, torch.Generator().manual_seed(0))
+    assert all(len(set(found[start::3])) == 1 for start in range(3))
+    assert torch.isfinite(standardize_rows(features)).all()

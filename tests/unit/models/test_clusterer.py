@@ -1,0 +1,151 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+from cdc_plugin.checkpoints.load import load_backbone, load_checkpoint
+from cdc_plugin.data.views import plain_view
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import Clusterer, load_model, view_settings
+from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
+
+
+@pytest.fixture
+def model(tiny_clusterer):
+    return tiny_clusterer
+
+
+def test_a_saved_model_is_loaded_with_identical_logits(model, tmp_path, digits):
+    model.save(tmp_path, {"seed": 4})
+    again = load_model(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
+    images = torch.randn(6, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(again(images), model(images))
+        features = model.backbone(images)
+        assert torch.equal(again.clustering_head(features), model.clustering_head(features))
+    assert not again.training
+    assert again.clusters == 5
+    assert np.array_equal(again.predict_proba(digits[0][:9]), model.predict_proba(digits[0][:9]))
+    assert json.loads((tmp_path / "model.json").read_text())["provenance"] == {"seed": 4}
+
+
+def test_the_same_model_is_saved_as_the_same_bytes(model, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        model.save(tmp_path / name, {})
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+
+
+def test_a_result_folder_serves_as_backbone_of_the_next_run(model, tmp_path):
+    model.save(tmp_path, {})
+    backbone = load_backbone(tmp_path).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(backbone(images), model.backbone(images))
+    torch.testing.assert_close(backbone.mean, model.backbone.mean)
+    assert backbone.input_size == 32
+
+
+def test_probabilities_are_those_of_the_calibration_head_on_plain_views(model, digits):
+    pixels = torch.from_numpy(digits[0][:7]).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        expected = F.softmax(model(plain_view(pixels, view_settings(model.backbone))), dim=1)
+    found = model.predict_proba(digits[0][:7])
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-5)
+
+
+def test_images_come_as_arrays_pictures_paths_or_lists_of_them(model, digits, tmp_path, write_images):
+    pixels = digits[0][:4]
+    folder = write_images(tmp_path / "new images", pixels)
+    files = sorted(folder.iterdir())
+    expected = model.predict_proba(pixels)
+    assert expected.shape == (4, 5)
+    pictures = [Image.fromarray(image) for image in pixels]
+    for given in (list(pixels), pictures, tuple(pictures), files, [str(file) for file in files], folder, str(folder)):
+        np.testing.assert_allclose(model.predict_proba(given), expected, atol=1e-6)
+    for one in (pixels[0], pictures[0], files[0], str(files[0]), pixels[0][..., 0], [pictures[0]]):
+        np.testing.assert_allclose(model.predict_proba(one), expected[:1], atol=1e-6)
+
+
+def test_the_size_of_batches_does_not_matter(model, digits):
+    expected = model.predict_proba(digits[0][:10])
+    np.testing.assert_allclose(model.predict_proba(digits[0][:10], batch_size=3), expected, atol=1e-6)
+
+
+def test_prediction_leaves_no_trace_in_the_model(model, digits):
+    model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.predict_proba(digits[0][:10])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("given", [[], 3.5, None, "nowhere/at/all.png"])
+def test_what_is_no_image_is_refused(model, given):
+    with pytest.raises(UserError):
+        model.predict_proba(given)
+
+
+def test_an_image_that_cannot_be_read_is_named(model, tmp_path, digits, write_images):
+    folder = write_images(tmp_path, digits[0][:2])
+    (folder / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"broken\.png"):
+        model.predict_proba(folder)
+
+
+def test_a_network_of_the_users_own_is_saved_but_says_that_it_cannot_be_rebuilt(tmp_path):
+    backbone = Backbone(nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4)), 4, [0.5] * 3, [0.5] * 3, 8)
+    model = Clusterer(backbone, ClusterHead(4, 6, 2), ClusterHead(4, 6, 2))
+    model.save(tmp_path, {})
+    with pytest.raises(UserError, match="own class"):
+        load_model(tmp_path)
+
+
+def test_folders_that_hold_no_whole_model_are_refused(model, tmp_path):
+    with pytest.raises(UserError, match="no result folder"):
+        load_model(tmp_path / "absent")
+    with pytest.raises(UserError, match="expected a checkpoint in the folder"):
+        load_model(tmp_path)
+    model.save(tmp_path, {})
+    description = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**description, "heads": {"hidden": 12}}))
+    with pytest.raises(UserError, match="does not state its heads"):
+        load_model(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps({**description, "heads": {"hidden": 12, "clusters": 6}}))
+    with pytest.raises(UserError, match=r"calibration_head|clustering_head"):
+        load_model(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    (tmp_path / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        load_model(tmp_path)
+
+
+def test_view_settings_follow_the_backbone(tiny_backbone):
+    settings = view_settings(tiny_backbone, flip=False, crop_scale=0.5)
+    assert settings.input_size == 32
+    assert settings.mean == pytest.approx((0.3, 0.3, 0.3))
+    assert (settings.flip, settings.crop_scale) == (False, 0.5)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CosineHead([["linear", 8, 5], ["batchnorm", 5], ["relu"], ["linear", 5, 4]], 4, 3, 0.05),
+        lambda: LayeredHead([["linear", 8, 5], ["relu"], ["linear", 5, 3]]),
+    ],
+)
+def test_a_model_with_the_heads_of_another_method_is_saved_and_loaded(tiny_backbone, tmp_path, make):
+    model = Clusterer(tiny_backbone, make(), make()).eval()
+    model.save(tmp_path, {})
+    images = torch.randn(4, 3, 32, 32)
+    again = load_model(tmp_path)
+    assert torch.equal(again(images), model(images))
+    assert again.clusters == 3
+    backbone = load_checkpoint(tmp_path)
+    assert torch.equal(backbone.heads[0].eval()(again.backbone(images)), model.clustering_head(model.backbone(images)))

@@ -1,0 +1,128 @@
+import pytest
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.training.pretext.config import (
+    TITLES,
+    default_recipe,
+    load_pretrain_config,
+    pretrain_recipe_names,
+    pretrain_recipe_summary,
+    pretrain_recipes,
+    resolve,
+    to_yaml,
+)
+
+
+@pytest.mark.parametrize("method", TITLES)
+def test_the_values_of_the_paper(method):
+    config = load_pretrain_config(f"paper-{method}")
+    assert (config.method, config.arch, config.hidden, config.projection) == (method, "resnet34", 4096, 256)
+    assert (config.epochs, config.warmup_epochs, config.batch_size, config.lr) == (1000, 50, 256, 0.5)
+    assert config.weight_decay == pytest.approx(1e-4)
+    assert config.temperature == 0.2
+    assert config.optimizer == ("lars" if method == "byol" else "sgd")
+    resolved = resolve(config, 60_000, 32)
+    assert (resolved.ema, resolved.queue) == {
+        "mocov2": (0.99, 32_768),
+        "byol": (0.996, None),
+        "simsiam": (None, None),
+    }[method]
+    assert resolved.blur == 0  # not on CIFAR
+    assert resolve(config, 13_000, 96).blur == 0.5
+    assert resolved.flip is True
+
+
+def test_there_is_a_recipe_of_each_size_for_each_method_and_nothing_else():
+    expected = sorted(f"{size}-{method}" for size in ("laptop", "paper") for method in TITLES)
+    assert pretrain_recipe_names() == expected
+    assert {path.name for path in pretrain_recipes().iterdir()} == {f"{name}.yaml" for name in expected}
+
+
+@pytest.mark.parametrize("name", pretrain_recipe_names())
+def test_every_recipe_says_what_it_is_and_can_be_resolved(name):
+    assert len(pretrain_recipe_summary(name)) > 20
+    config = resolve(load_pretrain_config(name, {"data": "photos"}), 3_000, 64)
+    unused = {"mocov2": {"predictor"}, "simsiam": {"queue", "ema", "ema_end"}, "byol": {"queue"}}[config.method]
+    unknown = {key for key, value in vars(config).items() if value is None}
+    # Mean and std are measured, the rest is the user's.
+    assert unknown - {"mean", "std", "data_root", "out"} == unused
+    assert config.queue is None or config.queue < 3_000
+
+
+def test_small_data_takes_the_laptop_recipe_and_large_data_the_papers():
+    assert default_recipe("byol", 49_999) == "laptop-byol"
+    assert default_recipe("mocov2", 50_000) == "paper-mocov2"
+
+
+def test_a_queue_as_large_as_the_set_is_cut_to_half_of_it():
+    config = load_pretrain_config("paper-mocov2")
+    assert resolve(config, 32_769, 32).queue == 32_768
+    assert resolve(config, 32_768, 32).queue == 16_384
+    assert resolve(config, 13_000, 224).queue == 6_500
+
+
+def test_short_runs_warm_up_for_a_quarter_at_most():
+    config = load_pretrain_config("paper-simsiam", {"epochs": 8})
+    assert resolve(config, 1000, 32).warmup_epochs == 2
+    assert resolve(load_pretrain_config("paper-simsiam", {"epochs": 1}), 1000, 32).warmup_epochs == 0
+
+
+def test_digits_are_not_mirrored_unless_asked_for():
+    assert resolve(load_pretrain_config(None, {"data": "digits"}), 1797, 32).flip is False
+    assert resolve(load_pretrain_config(None, {"data": "digits"}, ["flip=true"]), 1797, 32).flip is True
+
+
+def test_words_overrule_flags_and_flags_a_file_and_a_file_what_lies_beneath(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("method: byol\nepochs: 7\nlr: 0.3\nseed: 4\n")
+    config = load_pretrain_config(file, {"epochs": 8, "seed": 5}, ["seed=6"], beneath="laptop-byol")
+    assert (config.lr, config.epochs, config.seed, config.arch) == (0.3, 8, 6, "small")
+
+
+def test_resolved_settings_are_read_back_as_they_were(tmp_path):
+    config = resolve(load_pretrain_config("laptop-mocov2", {"data": "digits"}), 1797, 32)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_pretrain_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("name", pretrain_recipe_names())
+def test_a_shipped_recipe_that_is_asked_for_stands_alone(name):
+    other = name.replace("paper", "laptop") if name.startswith("paper") else name.replace("laptop", "paper")
+    assert load_pretrain_config(name, beneath=other) == load_pretrain_config(name)
+
+
+def test_a_recipe_may_be_named_with_its_folder():
+    assert load_pretrain_config("pretrain/paper-byol") == load_pretrain_config("paper-byol")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("paper-moco", [], "did you mean 'paper-mocov2'"),
+        (None, ["epoch=3"], "did you mean epochs"),
+        (None, ["epochs"], "expected key=value"),
+        (None, ["method=mocov3"], "did you mean mocov2"),
+        (None, ["epochs=0"], "epochs must be at least 1"),
+        (None, ["batch_size=2"], "batch_size must be at least 8"),
+        (None, ["ema=1.5"], "ema must lie between 0 and 1"),
+        (None, ["lr=fast"], "lr"),
+        (None, ["optimizer=adam"], "sgd, lars"),
+        ("paper-byol", ["method=simsiam"], "--recipe paper-simsiam"),
+    ],
+)
+def test_mistakes_are_told_with_what_to_type_next(recipe, words, message):
+    with pytest.raises(UserError, match=message) as raised:
+        load_pretrain_config(recipe, None, words)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_recipe_that_is_no_yaml_is_refused(tmp_path):
+    file = tmp_path / "broken.yaml"
+    file.write_text("epochs: [1")
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_pretrain_config(file)
+
+
+def test_too_few_images_are_refused():
+    with pytest.raises(UserError, match="at least 32"):
+        resolve(load_pretrain_config(None, {"data": "photos"}), 31, 32)

@@ -1,0 +1,170 @@
+import copy
+import math
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cdc_plugin.errors import UserError
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.pretext.methods import BYOL, METHODS, Sizes, require_lightly
+from cdc_plugin.training.pretext.networks import RESNETS, fresh_backbone, spec_of
+
+SIZES = Sizes(hidden=12, projection=6, predictor=8, queue=16, temperature=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _own_randomness():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def task_of(method: str):
+    network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    return METHODS[method](Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8), SIZES)
+
+
+def views(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 3, 8, 8), torch.randn(count, 3, 8, 8)
+
+
+def test_the_loss_of_moco_is_the_cross_entropy_against_the_queue():
+    task = task_of("mocov2")
+    task.eval()  # BatchNorm by its memory: groups of keys then make no difference
+    first, second = views()
+    queue = task.criterion.memory_bank.bank.clone()
+    loss, embedding = task(first, second)
+    query = F.normalize(task.online(first), dim=1)
+    key = F.normalize(task.momentum(second), dim=1)
+    expected = 0.0
+    for one, right in zip(query, key, strict=True):
+        scores = [one.dot(right).item() / 0.2, *(one.dot(wrong).item() / 0.2 for wrong in queue)]
+        expected += math.log(sum(math.exp(score) for score in scores)) - scores[0]
+    assert loss.item() == pytest.approx(expected / 8, rel=1e-4)
+    assert torch.allclose(F.normalize(embedding, dim=1), query, atol=1e-6)
+    # The keys have taken the oldest places.
+    assert torch.allclose(task.criterion.memory_bank.bank[:8], key, atol=1e-6)
+    assert torch.equal(task.criterion.memory_bank.bank[8:], queue[8:])
+
+
+@pytest.mark.parametrize("method", ["simsiam", "byol"])
+def test_the_loss_of_a_predictor_is_the_mean_negative_cosine_of_both_directions(method):
+    task = task_of(method).eval()
+    first, second = views()
+    loss, _ = task(first, second)
+    target = task.online if method == "simsiam" else task.momentum
+    with torch.no_grad():
+        if method == "byol":
+            for parameter in task.momentum.parameters():  # another network than the online one
+                parameter.mul_(0.5)
+            loss, _ = task(first, second)
+        foretold = [task.predictor(task.online(view)) for view in (first, second)]
+        wanted = [target(view) for view in (second, first)]
+    cosines = [
+        float((a * b).sum() / (a.norm() * b.norm()))
+        for foretelling, truth in zip(foretold, wanted, strict=True)
+        for a, b in zip(foretelling, truth, strict=True)
+    ]
+    assert loss.item() == pytest.approx(-sum(cosines) / len(cosines), abs=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_reaches_the_backbone_and_never_the_momentum_network(method):
+    task = task_of(method)
+    loss, embedding = task(*views())
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in task.backbone.parameters())
+    assert not embedding.requires_grad
+    for name, parameter in task.named_parameters():
+        assert (parameter.grad is None) == name.startswith("momentum."), name
+
+
+def test_no_gradient_flows_through_the_target_of_simsiam():
+    """Without the stop, the loss would also move the target: the gradients differ."""
+    task = task_of("simsiam").eval()
+    first, second = views()
+    task(first, second)[0].backward()
+    mine = task.online[0].module[0].weight.grad.clone()
+    task.zero_grad()
+    with torch.no_grad():
+        targets = task.online(first), task.online(second)
+    for view, target in ((first, targets[1]), (second, targets[0])):
+        (-F.cosine_similarity(task.predictor(task.online(view)), target).mean() / 2).backward()
+    assert torch.allclose(mine, task.online[0].module[0].weight.grad, atol=1e-6)
+
+
+def test_heads_of_byol_end_in_a_normalisation_only_if_asked_for():
+    plain, normalised = (
+        BYOL(Backbone(nn.Flatten(), 27, [0.5] * 3, [0.5] * 3, 3), Sizes(12, 6, 8, output_norm=wanted))
+        for wanted in (False, True)
+    )
+    images = torch.randn(64, 3, 3, 3) + 2
+    for task, expected in ((plain, False), (normalised, True)):
+        embedding = task(images, images)[1]
+        assert (embedding.mean(dim=0).abs() < 1e-5).all() == expected
+
+
+@pytest.mark.parametrize("method", ["mocov2", "byol"])
+def test_the_momentum_network_keeps_a_share_of_its_past(method):
+    task = task_of(method)
+    with torch.no_grad():
+        for parameter in task.online.parameters():
+            parameter.fill_(1.0)
+        for parameter in task.momentum.parameters():
+            parameter.fill_(3.0)
+    task.follow(0.75)
+    assert all(torch.allclose(p, torch.tensor(2.5)) for p in task.momentum.parameters())  # 0.75 * 3 + 0.25 * 1
+    assert all(torch.equal(p, torch.ones_like(p)) for p in task.online.parameters())
+
+
+def test_the_queue_is_filled_with_keys_of_images_before_the_first_step():
+    task = task_of("mocov2")
+    before = task.criterion.memory_bank.bank.clone()
+    unread = iter([views(), views(), views()])
+    task.prepare(unread)
+    bank = task.criterion.memory_bank.bank
+    assert (bank != before).any(dim=1).all()
+    assert torch.allclose(bank.norm(dim=1), torch.ones(16), atol=1e-5)
+    assert len(list(unread)) == 1  # two batches of 8 fill a queue of 16
+
+
+def test_the_queue_is_part_of_the_state():
+    task, other = task_of("mocov2"), task_of("mocov2")
+    task(*views())
+    state = copy.deepcopy(task.state_dict())
+    other.load_state_dict(state)
+    assert torch.equal(other.criterion.memory_bank.bank, task.criterion.memory_bank.bank)
+    assert int(other.criterion.memory_bank.bank_ptr) == int(task.criterion.memory_bank.bank_ptr) == 8
+
+
+def test_without_lightly_the_user_is_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightly", None)
+    monkeypatch.setitem(sys.modules, "lightly.loss", None)
+    with pytest.raises(UserError, match=r"pip install 'cdc-plugin\[pretrain\]'"):
+        require_lightly()
+
+
+@pytest.mark.parametrize("arch", RESNETS)
+def test_small_images_get_a_stem_that_keeps_their_size(arch):
+    small, large = spec_of(arch, 64), spec_of(arch, 96)
+    assert (small["stem"]["kernel"], small["stem"]["stride"]) == (3, 1)
+    assert large["stem"] == {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
+
+
+def test_the_papers_stem_has_padding_2_and_no_pool():
+    assert spec_of("resnet34", 32)["stem"] == {"kernel": 3, "stride": 1, "padding": 2, "pool": False}
+
+
+@pytest.mark.parametrize(("arch", "size"), [("small", 32), ("resnet10t", 32), ("test_vit", 32)])
+def test_a_fresh_network_gives_the_features_it_promises(arch, size):
+    backbone = fresh_backbone(arch, size, [0.5] * 3, [0.5] * 3)
+    assert backbone(torch.randn(2, 3, size, size)).shape == (2, backbone.feature_dim)
+    assert backbone.spec == spec_of(arch, size)
+
+
+def test_an_unknown_network_is_refused():
+    with pytest.raises(UserError, match="unknown --arch 'resnet19'"):
+        spec_of("resnet19", 32)

@@ -1,0 +1,222 @@
+"""What the training loop is fed with: every image once an epoch, and the same views whoever makes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cdc_plugin.config.schema import AugmentConfig, RefineConfig, batch_sizes
+from cdc_plugin.data.images import ImageSet, open_images
+from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.views import make_views, strong_view
+from cdc_plugin.errors import UserError
+from cdc_plugin.training import prepare as preparation
+from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views, view_features
+from cdc_plugin.training.distributed import World
+from cdc_plugin.training.refiner import Views
+from cdc_plugin.training.sub_batches import dealt
+from tests.helpers.in_step import in_step
+
+CPU = torch.device("cpu")
+
+
+def settings(**changes: Any) -> RefineConfig:
+    return RefineConfig(**{"clusters": 3, "batch_size": 30, "sub_batch_size": 10, "hidden": 8, **changes})
+
+
+@pytest.fixture
+def images(digits) -> ImageSet:
+    return open_images(digits[0][:40], 32)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def numbers_only(chosen: Tensor, randomness: torch.Generator) -> Views:
+    """Views that show nothing but which images, and what is drawn for them."""
+    return Views(chosen, torch.rand(len(chosen), generator=randomness), chosen, chosen)
+
+
+@pytest.mark.parametrize(("count", "batch"), [(100, 30), (75, 30), (30, 30), (7, 3), (5, 30)])
+def test_every_image_is_in_one_batch_of_an_epoch(count, batch):
+    found = [views.rows for views in batches_of(numbers_only, count, settings(batch_size=batch))(0, 0)]
+    assert [len(rows) for rows in found] == batch_sizes(count, batch)
+    assert sorted(torch.cat(found).tolist()) == list(range(count))
+
+
+def test_batches_depend_on_seed_epoch_and_number_and_can_be_had_again():
+    config = settings()
+    whole = list(batches_of(numbers_only, 100, config)(4, 0))
+    for done in range(len(whole) + 1):
+        again = list(batches_of(numbers_only, 100, config)(4, done))
+        assert len(again) == len(whole) - done
+        for one, other in zip(again, whole[done:], strict=True):
+            assert torch.equal(one.rows, other.rows)
+            assert torch.equal(one.weak, other.weak)
+    drawn = {tuple(views.weak.tolist()[:3]) for views in whole}
+    for other, epoch in ((settings(seed=1), 4), (config, 5)):
+        views = next(iter(batches_of(numbers_only, 100, other)(epoch, 0)))
+        assert not torch.equal(views.rows, whole[0].rows)
+        drawn.add(tuple(views.weak.tolist()[:3]))
+    assert len(drawn) == len(whole) + 2
+
+
+def test_an_epoch_that_is_done_has_no_more_batches():
+    assert list(batches_of(numbers_only, 100, settings())(0, 3)) == []
+
+
+def test_the_augmentation_of_a_run_is_the_configs_or_a_default(tiny_backbone):
+    unknown = training_views(settings(), tiny_backbone)
+    assert (unknown.flip, unknown.crop_scale, unknown.operations) == (True, 0.2, 4)
+    augment = AugmentConfig(flip=False, crop_scale=0.7, operations=2, exclude=["identity"], cutout=5)
+    known = training_views(settings(augment=augment), tiny_backbone)
+    assert (known.flip, known.crop_scale, known.operations, known.excluded) == (False, 0.7, 2, ("identity",))
+    assert known.largest_hole == 5
+    assert known.input_size == 32
+    assert known.mean == pytest.approx([0.3] * 3)
+    with pytest.raises(UserError, match="unknown operations"):
+        training_views(settings(augment=AugmentConfig(exclude=["sharpen it"])), tiny_backbone)
+
+
+def test_fresh_views_are_those_of_the_whole_batch(tiny_backbone, images):
+    config, chosen = settings(passes="full"), torch.tensor([3, 1, 39, 7, 20, 21])
+    found = fresh_views(config, tiny_backbone, images, CPU)(chosen, seeded(5))
+    plain, weak, strong = make_views(images.batch(chosen), training_views(config, tiny_backbone), seeded(5))
+    assert torch.equal(found.plain, plain)
+    assert torch.equal(found.weak, weak)
+    assert torch.equal(found.strong_of(torch.arange(6)), strong)
+    assert torch.equal(found.rows, chosen)
+    assert found.plain.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_one_view_serves_as_plain_and_weak_where_passes_are_saved(tiny_backbone, images):
+    chosen = torch.arange(6)
+    full, fast, frozen = (
+        fresh_views(settings(**changes), tiny_backbone, images, CPU)(chosen, seeded())
+        for changes in ({"passes": "full"}, {"passes": "fast"}, {"passes": "fast", "freeze_backbone": True})
+    )
+    assert fast.plain is fast.weak
+    assert torch.equal(fast.weak, full.weak)
+    assert torch.equal(fast.strong_of(chosen), full.strong_of(chosen))
+    for views in (full, frozen):  # those of a frozen backbone cost nothing
+        assert not torch.equal(views.plain, views.weak)
+
+
+def test_strong_views_are_made_of_those_images_only_that_are_asked_for(tiny_backbone, images, monkeypatch):
+    made: list[int] = []
+
+    def counting(pixels: Tensor, *arguments: Any) -> Tensor:
+        made.append(len(pixels))
+        return strong_view(pixels, *arguments)
+
+    monkeypatch.setattr("cdc_plugin.training.batches.strong_view", counting)
+    views = fresh_views(settings(), tiny_backbone, images, CPU)(torch.arange(20), seeded())
+    assert made == []
+    whole = views.strong_of(torch.arange(20))
+    for own in ([0, 1, 2], [19, 4], [7], [], list(range(20))):
+        # They do not depend on which others are made, nor on how often.
+        assert torch.equal(views.strong_of(torch.tensor(own, dtype=torch.long)), whole[own])
+    assert made == [20, 3, 2, 1, 0, 20]
+
+
+def test_making_strong_views_leaves_the_random_stream_of_the_batch_alone(tiny_backbone, images):
+    randomness = seeded()
+    views = fresh_views(settings(), tiny_backbone, images, CPU)(torch.arange(8), randomness)
+    before = randomness.get_state()
+    views.strong_of(torch.arange(8))
+    assert torch.equal(randomness.get_state(), before)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["near-equal", "exact"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_make_the_views_of_their_share_as_one_process_would(tiny_backbone, images, size, exact):
+    config, chosen = settings(passes="full"), torch.randperm(40, generator=seeded())[:31]
+    alone = fresh_views(config, tiny_backbone, images, CPU)(chosen, seeded(7))
+
+    def work(world: World) -> list[Tensor]:
+        views = fresh_views(config, tiny_backbone, images, CPU, world)(chosen, seeded(7))
+        assert torch.equal(views.rows, chosen)
+        owned = dealt(31, config, world).owned
+        own = torch.arange(len(owned[world.rank]))
+        assert len(views.plain) == len(own)
+        return [world.gather(each, owned) for each in (views.plain, views.weak, views.strong_of(own))]
+
+    expected = [alone.plain, alone.weak, alone.strong_of(torch.arange(31))]
+    for found in in_step(size, work, exact):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_features_of_views_are_plain_ones_then_weak_ones_then_strong_ones(tiny_backbone, images):
+    config = settings(freeze_backbone=True, frozen_views=2, sync_batchnorm=False)
+    rows = torch.cat(list(view_features(config, tiny_backbone, images, CPU)))
+    assert rows.shape == (40, 5, 8)
+    with torch.no_grad():
+        plain = tiny_backbone(fresh_views(config, tiny_backbone, images, CPU)(torch.arange(40), seeded()).plain)
+    torch.testing.assert_close(rows[:, 0], plain)
+    # No two views are the same, but all are more like the plain view of their image than like those of others.
+    distances = torch.cdist(rows.transpose(0, 1), rows[:, 0].expand(5, -1, -1))
+    own = distances.diagonal(dim1=1, dim2=2)
+    assert (own[1:] > 0).all()
+    assert (own[1:].mean(dim=1) < distances[1:].mean(dim=(1, 2))).all()
+    assert torch.equal(rows, torch.cat(list(view_features(config, tiny_backbone, images, CPU))))
+    other = torch.cat(list(view_features(replace(config, seed=1), tiny_backbone, images, CPU)))
+    assert torch.equal(other[:, 0], rows[:, 0])
+    assert not torch.equal(other[:, 1], rows[:, 1])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_features_of_views_are_the_same_bits_in_any_number_of_processes(tiny_backbone, digits, size):
+    several = open_images(np.concatenate([digits[0], digits[0]])[:258], 32)  # the last part has two images
+    config = settings(freeze_backbone=True, frozen_views=1, sync_batchnorm=True)
+
+    def work(world: World) -> Tensor:
+        return torch.cat(list(view_features(config, tiny_backbone, several, CPU, world)))
+
+    expected = work(World(exact=True))
+    for found in in_step(size, work, exact=True):
+        assert torch.equal(found, expected)
+
+
+def test_cached_views_by_hand():
+    # Two images, whose plain views are 0 and 10; weak ones follow at 1 and 2, strong ones at 3 and 4.
+    rows = torch.arange(5.0).view(1, 5, 1) + torch.tensor([0.0, 10.0]).view(2, 1, 1)
+    pick, seen = cached_views(rows, CPU), set()
+    for seed in range(120):
+        views = pick(torch.tensor([1, 0]), seeded(seed))
+        assert views.rows.tolist() == [1, 0]
+        assert views.plain.tolist() == [[10.0], [0.0]]
+        seen |= {(*views.weak.flatten().tolist(), *views.strong_of(torch.arange(2)).flatten().tolist())}
+    assert seen == {(a, b, c, d) for a in (11, 12) for b in (1, 2) for c in (13, 14) for d in (3, 4)}
+
+
+def test_cached_views_in_a_file_are_those_in_memory(tmp_path):
+    rows = torch.randn(20, 9, 3, generator=seeded())
+    rows.numpy().tofile(tmp_path / "rows")
+    chosen = torch.tensor([5, 19, 0, 7])
+    memory = cached_views(rows, CPU)(chosen, seeded(1))
+    disk = cached_views(RowFile(tmp_path / "rows", (20, 9, 3), np.float32), CPU)(chosen, seeded(1))
+    for name in ("plain", "weak", "strong"):
+        assert torch.equal(getattr(memory, name), getattr(disk, name))
+
+
+def test_features_of_views_that_another_arithmetic_has_made_are_not_taken_from_the_cache(
+    tmp_path, monkeypatch, tiny_backbone, images
+):
+    monkeypatch.setenv("CDC_CACHE", str(tmp_path))
+    config = settings(freeze_backbone=True, frozen_views=1, sync_batchnorm=True)
+    made: list[World] = []
+
+    def making(config: RefineConfig, backbone: Any, images: ImageSet, device: torch.device, world: World) -> Any:
+        made.append(world)
+        return view_features(config, backbone, images, device, world)
+
+    monkeypatch.setattr(preparation, "view_features", making)
+    for world in (World(), World(), World(exact=True)):
+        preparation.frozen_views(config, tiny_backbone, images, CPU, world)
+    assert made == [World(), World(exact=True)]

@@ -1,0 +1,228 @@
+"""The collapse guard on histories that are made up, or copied down from runs that were made to collapse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.errors import UserError
+from cdc_plugin.training.collapse import Finding, as_warnings, findings, new_findings, refuse_dead
+
+History = list[dict[str, float]]
+KEYS = {"selected": "selected", "confidence": "confidence", "largest": "largest_cluster", "used": "used_clusters"}
+
+
+def settings(**changes: Any) -> RefineConfig:
+    """A resolved config, as the pipeline has it while it trains."""
+    numbers: dict[str, Any] = {"clusters": 10, "batch_size": 500, "epochs": 20, "init": "prototypes"}
+    return RefineConfig(**{**numbers, "lr_backbone": 1e-3, "lr_heads": 2e-3, **changes})
+
+
+def history(**columns: list[float]) -> History:
+    """Epochs from one list a number; what is left out is as in a sound run of ten clusters."""
+    length = len(next(iter(columns.values())))
+    sound = {"selected": 0.8, "confidence": 0.8, "largest": 0.12, "used": 10}
+    rows = [{KEYS[name]: (columns.get(name) or [sound[name]] * length)[row] for name in KEYS} for row in range(length)]
+    return [{"epoch": number, "clustering_loss": 0.5, **row} for number, row in enumerate(rows, start=1)]
+
+
+def kinds(found: list[Finding]) -> list[tuple[int, str, bool]]:
+    return [(finding.epoch, finding.kind, finding.dead) for finding in found]
+
+
+RISING = [0.6, 0.68, 0.72, 0.75, 0.74, 0.76]
+
+
+@pytest.mark.parametrize(
+    ("sound", "config"),
+    [
+        (history(selected=RISING, confidence=RISING), settings()),
+        (history(selected=[0.4, 0.45, 0.5], confidence=[0.39, 0.45, 0.5]), settings()),  # CIFAR-10, weak features
+        (history(selected=[0.99, 0.95, 0.87, 0.8, 0.74, 0.7]), settings(selection="freematch")),
+        (history(selected=[0.26, 0.34, 0.5], confidence=[0.6, 0.65, 0.7]), settings(selection="fixed", threshold=0.8)),
+        (history(used=[10, 10, 9, 9], largest=[0.12, 0.13, 0.15, 0.19]), settings()),  # loses one cluster
+        (history(confidence=[0.93, 0.97, 0.99, 0.995]), settings()),  # sure, with all clusters in use
+        (
+            history(selected=[0.15], confidence=[0.2], used=[200], largest=[0.02]),
+            settings(clusters=200, batch_size=5000),
+        ),
+        (history(confidence=[0.9, 0.8, 0.71], selected=[0.88, 0.78, 0.7]), settings(init="keep", batch_size=64)),
+    ],
+)
+def test_a_sound_run_is_left_in_peace(sound, config):
+    assert findings(sound, config) == []
+
+
+def test_unequal_classes_are_no_collapse():
+    # Ten clusters on digits of which one kind is 57 % of the images, and two clusters at ten to one: real runs.
+    ten = history(
+        selected=[0.57, 0.51, 0.45, 0.45, 0.49, 0.5],
+        confidence=[0.597, 0.526, 0.466, 0.456, 0.509, 0.517],
+        largest=[0.176, 0.176, 0.247, 0.189, 0.27, 0.253],
+    )
+    two = history(
+        selected=[0.9, 0.82, 0.78, 0.74, 0.75, 0.71],
+        confidence=[0.917, 0.84, 0.791, 0.753, 0.772, 0.725],
+        largest=[0.845, 0.829, 0.861, 0.866, 0.936, 0.973],
+        used=[2] * 6,
+    )
+    three = history(largest=[0.55, 0.6, 0.65, 0.7], used=[3] * 4)
+    assert findings(ten, settings(batch_size=250)) == []
+    assert findings(two, settings(clusters=2, batch_size=64)) == []
+    assert findings(three, settings(clusters=3)) == []
+
+
+def test_nothing_selected_is_warned_of_at_once_and_dead_after_two_epochs():
+    found = findings(history(selected=[0.0, 0.0, 0.0]), settings(selection="fixed", threshold=0.999))
+    assert kinds(found) == [(1, "nothing-selected", False), (2, "nothing-selected", True)]
+    assert "Try selection=confident, or threshold=0.8, below the mean confidence of 80%." in found[0].text
+
+
+def test_a_selection_that_begins_to_grow_is_not_dead():
+    found = findings(history(selected=[0.001, 0.004, 0.03, 0.2]), settings())
+    assert kinds(found) == [(1, "nothing-selected", False), (3, "few-selected", False)]
+
+
+def test_a_fixed_threshold_that_nine_of_ten_images_miss_is_warned_of():
+    few = history(selected=[0.07])
+    assert kinds(findings(few, settings(selection="fixed"))) == [(1, "few-selected", False)]
+    assert findings(few, settings()) == []
+
+
+def test_a_selection_that_shrinks_from_its_own_best_is_warned_of():
+    found = findings(history(selected=[0.26, 0.34, 0.25, 0.19]), settings(selection="fixed", threshold=0.8))
+    assert kinds(found) == [(4, "selection-shrinks", False)]
+    assert found[0].text.startswith("19% of the images are selected for training, after 34% at best.")
+
+
+def test_a_confidence_that_falls_while_few_images_teach_is_warned_of_early():
+    falling = {"confidence": [0.77, 0.67]}
+    assert findings(history(**falling, selected=[0.7, 0.65]), settings()) == []
+    found = findings(history(**falling, selected=[0.13, 0.14]), settings(selection="fixed"))
+    assert kinds(found) == [(2, "confidence-falls", False)]
+
+
+def test_settings_out_of_the_usual_are_watched_more_closely():
+    falling = history(confidence=[0.47, 0.36], selected=[0.44, 0.36])
+    assert findings(falling, settings()) == []
+    fast = findings(falling, settings(lr_backbone=0.05))
+    assert "Try lr_backbone=0.005, or --freeze-backbone." in fast[0].text
+    many = findings(history(confidence=[0.47, 0.35], used=[200, 199]), settings(clusters=200, batch_size=1797))
+    assert "Try fewer --clusters: a batch has 1797 images for 200, or batch_size=5000" in many[0].text
+
+
+def test_confidence_at_chance_is_dead_when_it_stays_there():
+    found = findings(history(confidence=[0.509, 0.505, 0.504], used=[2] * 3), settings(clusters=2))
+    assert kinds(found) == [(1, "chance", False), (3, "chance", True)]
+    rising = findings(history(confidence=[0.502, 0.505, 0.509], used=[2] * 3), settings(clusters=2))
+    assert kinds(rising) == [(1, "chance", False)]
+
+
+def test_one_cluster_that_swallows_the_rest_is_warned_of_then_dead():
+    # A run at lr_backbone=0.05, one epoch longer than it was run.
+    collapse = history(
+        selected=[0.32, 0.21, 0.24, 0.24, 0.24],
+        confidence=[0.32, 0.29, 0.34, 0.35, 0.36],
+        largest=[0.24, 0.76, 0.95, 0.99, 1.0],
+        used=[10, 8, 3, 2, 1],
+    )
+    found = findings(collapse, settings(lr_backbone=0.05))
+    assert kinds(found) == [(2, "one-cluster", False), (5, "one-cluster", True)]
+    assert found[0].text == (
+        "One cluster holds 76% of the images, 24% in epoch 1. Try lr_backbone=0.005, or --freeze-backbone."
+    )
+
+
+def test_a_backbone_that_puts_nearly_all_images_together_from_the_start_is_to_blame():
+    found = findings(history(largest=[0.8, 0.8], used=[8, 8]), settings())
+    assert kinds(found) == [(1, "one-cluster", False)]
+    assert "Try another backbone" in found[0].text
+
+
+def test_unsure_first_epochs_point_at_the_backbone():
+    untrained = history(confidence=[0.2, 0.21], selected=[0.2, 0.17], largest=[0.27, 0.55], used=[10, 8])
+    found = findings(untrained, settings())
+    assert kinds(found) == [(2, "one-cluster", False)]
+    assert "Try another backbone (cdc-inspect BACKBONE" in found[0].text
+
+
+def test_of_two_clusters_an_empty_one_is_dead_after_two_epochs():
+    found = findings(history(largest=[0.8, 1.0, 1.0], used=[2, 1, 1]), settings(clusters=2))
+    assert kinds(found) == [(2, "one-cluster", False), (3, "one-cluster", True)]
+
+
+def test_clusters_that_die_out_are_warned_of():
+    found = findings(history(used=[9, 8, 7, 6], largest=[0.25] * 4), settings(init="random"))
+    assert kinds(found) == [(3, "clusters-die", False)]
+    assert found[0].text == "No image comes into 3 of 10 clusters. Try --init prototypes, or --clusters 7."
+
+
+def test_certainty_with_few_clusters_in_use_is_warned_of():
+    found = findings(history(confidence=[0.8, 0.99], used=[8, 4], largest=[0.25, 0.3]), settings(entropy_weight=0.1))
+    assert kinds(found) == [(2, "clusters-die", False), (2, "over-confident", False)]
+    assert all("entropy_weight=1" in finding.text for finding in found)
+
+
+def test_a_frozen_backbone_is_not_told_to_freeze_or_to_slow_down():
+    config = settings(freeze_backbone=True, lr_backbone=0.05)
+    found = findings(history(used=[6], largest=[0.3]), config)
+    assert found[0].text.endswith(
+        "Try --clusters 6, or another backbone (cdc-inspect BACKBONE --data IMAGES says whether this one tells "
+        "images apart)."
+    )
+
+
+def test_each_kind_is_told_once_by_the_epoch_that_brings_it():
+    whole = history(selected=[0.03, 0.02, 0.0, 0.0, 0.0], used=[10, 9, 7, 6, 5])
+    config = settings(selection="fixed")
+    told = [finding for end in range(1, 6) for finding in new_findings(whole[:end], config)]
+    assert told == findings(whole, config)
+    assert len({(finding.kind, finding.dead) for finding in told}) == len(told) == 4
+
+
+def test_what_an_epoch_does_not_say_alarms_nobody():
+    old = [{"epoch": epoch, "clustering_loss": 0.5, "selected": 0.8, "confidence": 0.8} for epoch in (1, 2)]
+    resumed = [*old, {**old[0], "epoch": 3, "largest_cluster": 0.3, "used_clusters": 10}]
+    assert findings(old, settings()) == findings(resumed, settings()) == []
+    assert findings([{"epoch": 1, "loss": 1.0}, {"epoch": 2}], settings()) == []
+    collapsed = [*old, {**old[0], "epoch": 3, "largest_cluster": 0.8, "used_clusters": 10}]
+    assert findings(collapsed, settings())[0].text.startswith("One cluster holds 80% of the images. Try ")
+    unknown = findings([{"epoch": 1, "selected": 0.0, "confidence": math.nan}], settings(selection="fixed"))
+    assert "nan" not in unknown[0].text
+
+
+def test_warnings_of_the_report_say_which_epoch_they_are_of():
+    [warning] = as_warnings([Finding(2, "few-selected", "Only 3% are selected.")])
+    text = "After epoch 2: Only 3% are selected."
+    assert warning == {"kind": "few-selected", "text": text, "epoch": 2, "dead": False}
+
+
+DEAD = history(selected=[0.03, 0.0, 0.0])
+
+
+def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
+    config = settings(selection="fixed")
+    refuse_dead(DEAD[:2], config)
+    with pytest.raises(UserError) as error:
+        refuse_dead(DEAD, config)
+    said = str(error.value)
+    assert said.startswith("stopped after epoch 3: 0.0% of the images are selected")
+    assert "\n" not in said
+    for word in ("selection=confident", "kept", "--resume", "on_collapse=warn"):
+        assert word in said
+
+
+def test_a_dead_run_that_is_resumed_is_refused_again():
+    longer = [*DEAD, {**DEAD[-1], "epoch": 4}]
+    assert new_findings(longer, settings()) == []
+    with pytest.raises(UserError, match="stopped after epoch 4"):
+        refuse_dead(longer, settings())
+
+
+def test_nothing_is_refused_after_the_last_epoch_or_where_the_user_wants_to_go_on():
+    refuse_dead(DEAD, settings(epochs=3))
+    refuse_dead(DEAD, settings(on_collapse="warn"))
+    refuse_dead([], settings())

@@ -1,0 +1,245 @@
+"""Features of all images, of which each process has its own: in memory or in files, they are the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.report_record import head_probabilities
+from cdc_plugin.models.heads import ClusterHead
+from cdc_plugin.training import features as module
+from cdc_plugin.training.distributed import World
+from cdc_plugin.training.features import Features, find_rows, keep_rows
+from tests.helpers.in_step import in_step
+
+ROWS = torch.arange(21.0).view(7, 3) / 8
+
+
+def parts(rows: Tensor, *sizes: int) -> Iterator[Tensor]:
+    return iter(rows.split(list(sizes)))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache folder of its own, which is not there yet."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CDC_CACHE", str(folder))
+    monkeypatch.delenv("CDC_CACHE_GB", raising=False)
+    return folder
+
+
+@pytest.fixture
+def many(monkeypatch, cache) -> None:
+    """All rows are too many for memory."""
+    monkeypatch.setattr(module, "IN_MEMORY", 0)
+
+
+def values(rows: Tensor | RowFile) -> Tensor:
+    return rows if isinstance(rows, Tensor) else torch.from_numpy(rows[:])
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*")) if folder.exists() else []
+
+
+def test_few_rows_are_in_memory_and_found_again(cache):
+    assert find_rows("key", (7, 3)) is None
+    kept = keep_rows("key", (7, 3), parts(ROWS, 3, 0, 4))
+    found = find_rows("key", (7, 3))
+    assert isinstance(kept, Tensor)
+    assert isinstance(found, Tensor)
+    assert torch.equal(kept, ROWS)
+    assert torch.equal(found, ROWS)
+    assert files(cache) == ["features-key.f32"]
+    assert np.array_equal(np.fromfile(cache / "features-key.f32", np.float32, count=21), ROWS.flatten().numpy())
+
+
+def test_many_rows_are_in_a_file_and_found_again(many, cache):
+    kept = keep_rows("key", (7, 3), parts(ROWS, 3, 4))
+    found = find_rows("key", (7, 3))
+    assert isinstance(kept, RowFile)
+    assert isinstance(found, RowFile)
+    assert torch.equal(values(kept), ROWS)
+    assert torch.equal(values(found), ROWS)
+    assert files(cache) == ["features-key.f32"]
+
+
+def test_the_border_between_memory_and_file_is_a_number_of_bytes(monkeypatch):
+    monkeypatch.setattr(module, "IN_MEMORY", 7 * 3 * 4)
+    assert isinstance(keep_rows("a", (7, 3), parts(ROWS, 7)), Tensor)
+    assert isinstance(find_rows("a", (7, 3)), Tensor)
+    monkeypatch.setattr(module, "IN_MEMORY", 7 * 3 * 4 - 1)
+    assert isinstance(keep_rows("b", (7, 3), parts(ROWS, 7)), RowFile)
+    assert isinstance(find_rows("a", (7, 3)), RowFile)
+
+
+def test_rows_that_are_still_in_use_are_read_although_the_cache_is_emptied(many, cache):
+    kept = keep_rows("key", (7, 3), parts(ROWS, 7))
+    (cache / "features-key.f32").unlink()
+    assert torch.equal(values(kept), ROWS)
+    assert find_rows("key", (7, 3)) is None
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (7, 2), (6, 3)])
+def test_rows_of_another_shape_are_not_taken_for_those(shape):
+    keep_rows("key", (7, 3), parts(ROWS, 7))
+    assert find_rows("key", shape) is None
+    assert find_rows("other", (7, 3)) is None
+
+
+def test_a_file_that_was_cut_is_not_taken_for_whole(cache):
+    keep_rows("key", (7, 3), parts(ROWS, 7))
+    os.truncate(cache / "features-key.f32", 40)
+    assert find_rows("key", (7, 3)) is None
+
+
+def test_what_is_found_counts_as_used(cache):
+    keep_rows("key", (7, 3), parts(ROWS, 7))
+    os.utime(cache / "features-key.f32", (1000, 1000))
+    find_rows("key", (7, 3))
+    assert (cache / "features-key.f32").stat().st_mtime > 1000
+
+
+@pytest.mark.parametrize("wish", ["given", "off"])
+def test_rows_that_nobody_will_ask_for_leave_nothing(monkeypatch, cache, wish):
+    if wish == "off":
+        monkeypatch.setenv("CDC_CACHE", "off")
+    cache.mkdir()
+    for limit in (0, 1000):
+        monkeypatch.setattr(module, "IN_MEMORY", limit)
+        kept = keep_rows(None, (7, 3), parts(ROWS, 2, 5))
+        assert isinstance(kept, Tensor) is (limit > 0)
+        assert torch.equal(values(kept), ROWS)
+        assert files(cache) == []
+    assert find_rows(None, (7, 3)) is None
+
+
+def test_many_rows_that_nobody_will_ask_for_need_no_cache_folder_beforehand(many, cache):
+    assert torch.equal(values(keep_rows(None, (7, 3), parts(ROWS, 7))), ROWS)
+
+
+def test_without_a_cache_few_rows_are_in_memory_and_not_found_again(monkeypatch):
+    monkeypatch.setenv("CDC_CACHE", "off")
+    assert torch.equal(values(keep_rows("key", (7, 3), parts(ROWS, 7))), ROWS)
+    assert find_rows("key", (7, 3)) is None
+
+
+def test_a_cache_without_room_is_no_trouble_to_few_rows_and_told_of_many(monkeypatch, cache):
+    monkeypatch.setenv("CDC_CACHE_GB", "0")
+    assert torch.equal(values(keep_rows("key", (7, 3), parts(ROWS, 7))), ROWS)
+    assert files(cache) == []
+    monkeypatch.setattr(module, "IN_MEMORY", 0)
+    with pytest.raises(UserError, match="CDC_CACHE_GB"):
+        keep_rows("key", (7, 3), parts(ROWS, 7))
+
+
+def test_work_that_fails_half_way_leaves_nothing_that_could_be_taken_for_whole(many, cache):
+    def failing() -> Iterator[Tensor]:
+        yield ROWS[:3]
+        raise KeyError("image 4")
+
+    with pytest.raises(KeyError):
+        keep_rows("key", (7, 3), failing())
+    assert find_rows("key", (7, 3)) is None
+    assert files(cache) == []
+
+
+def kinds_of(rows: Tensor) -> list[Tensor | RowFile]:
+    """The same rows in memory and in a file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "IN_MEMORY", 0)
+        return [rows, keep_rows(f"{len(rows)}", tuple(rows.shape), [rows])]
+
+
+def test_blocks_are_the_rows_in_order(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 3)
+    for own in kinds_of(ROWS):
+        features = Features(own, 7)
+        assert [len(block) for block in features.blocks()] == [3, 3, 1]
+        assert all(isinstance(block, Tensor) for block in features.blocks())
+        assert torch.equal(torch.cat(list(features.blocks())), ROWS)
+        assert len(features) == 7
+
+
+def test_a_process_without_images_has_one_empty_block():
+    blocks = list(Features(torch.empty(0, 3), 7, World(1, 2)).blocks())
+    assert [tuple(block.shape) for block in blocks] == [(0, 3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("count", [33, 151])
+def test_work_on_all_rows_is_gathered_from_blocks_of_all_processes(monkeypatch, count, size):
+    monkeypatch.setattr(module, "BLOCK", 20)
+    rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
+
+    def work(world: World) -> list[Tensor]:
+        features = Features(rows[world.share_of(count)], count, world)
+        return [features.map(lambda block: block.square()), features.map(lambda block: block[:, 0] > 0)]
+
+    for squares, positive in in_step(size, work):
+        assert torch.equal(squares, rows.square())
+        assert torch.equal(positive, rows[:, 0] > 0)
+
+
+def test_heads_on_the_features_of_an_exact_world_give_the_same_bits():
+    torch.manual_seed(0)
+    head, different = ClusterHead(16, 64, 10).eval(), []
+    for count in (33, 65, 200):
+        rows = torch.randn(count, 16)
+        for size in (2, 3, 8):
+
+            def work(world: World, rows: Tensor = rows) -> np.ndarray:
+                return head_probabilities(head, Features(rows[world.share_of(len(rows))], len(rows), world))
+
+            alone, several = (in_step(number, work, exact=True)[0] for number in (1, size))
+            different += [] if np.array_equal(alone, several) else [(count, size)]
+    assert different == []
+
+
+def test_few_rows_are_sampled_whole_and_nothing_is_drawn(randomness):
+    before = randomness.get_state()
+    for own in kinds_of(ROWS):
+        rows, chosen = Features(own, 7).sample(2, randomness)
+        assert torch.equal(rows, ROWS)
+        assert chosen.tolist() == list(range(7))
+    assert torch.equal(randomness.get_state(), before)
+
+
+@pytest.mark.parametrize(("clusters", "expected"), [(2, 40), (10, 50), (13, 65)])
+def test_of_many_rows_a_sample_has_at_least_so_many_a_cluster(monkeypatch, randomness, clusters, expected):
+    monkeypatch.setattr(module, "SAMPLE", 40)
+    monkeypatch.setattr(module, "SAMPLE_A_CLUSTER", 5)
+    rows = torch.arange(151.0)[:, None]
+    found, chosen = Features(rows, 151).sample(clusters, randomness)
+    assert len(chosen) == expected
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert torch.equal(found, rows[chosen])
+
+
+def test_a_sample_is_the_same_for_any_number_of_processes_and_any_place_of_the_rows(monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE", 40)
+    monkeypatch.setattr(module, "SAMPLE_A_CLUSTER", 5)
+    rows = torch.arange(302.0).view(151, 2)
+
+    def sample(world: World, seed: int = 3) -> tuple[Tensor, Tensor]:
+        randomness = torch.Generator().manual_seed(seed)
+        return Features(rows[world.share_of(151)], 151, world).sample(2, randomness)
+
+    expected, chosen = sample(World())
+    assert torch.equal(expected, rows[chosen])
+    assert not torch.equal(sample(World(), seed=4)[1], chosen)
+    for size in (2, 3, 8):  # the last three of eight have no images
+        for found, same in in_step(size, sample):
+            assert torch.equal(found, expected)
+            assert torch.equal(same, chosen)
+    on_disk = Features(kinds_of(rows)[1], 151).sample(2, torch.Generator().manual_seed(3))
+    assert torch.equal(on_disk[0], expected)
+    assert torch.equal(on_disk[1], chosen)

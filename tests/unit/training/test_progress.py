@@ -1,0 +1,66 @@
+import json
+import logging
+
+import pytest
+
+from cdc_plugin.training.progress import TrainingProgress, _duration, log, log_to, progress, write_history
+
+STATS = {"clustering_loss": 0.5, "calibration_loss": 0.25, "selected": 0.75, "confidence": 0.5}
+
+
+def test_log_lines_are_appended_with_time_and_level_and_the_handler_goes_away(tmp_path):
+    path = tmp_path / "train.log"
+    handlers, level = list(log.handlers), log.level
+    for word in ("first", "zweitens ü"):
+        with log_to(path):
+            log.info("%s", word)
+    log.info("nobody listens")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO first", "INFO zweitens ü"]
+    assert (log.handlers, log.level) == (handlers, level)
+
+
+def test_a_file_name_that_is_no_valid_text_is_logged_all_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(log, "propagate", False)  # pytest cannot pass such text between its processes
+    with log_to(tmp_path / "train.log"):
+        log.info("skipped %s", b"\xff.png".decode("utf-8", "surrogateescape"))
+    assert r"skipped \udcff.png" in (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_handler_goes_away_after_an_error_too(tmp_path):
+    handlers = list(log.handlers)
+    with pytest.raises(ZeroDivisionError), log_to(tmp_path / "train.log"):
+        _ = 1 / 0
+    assert log.handlers == handlers
+
+
+def test_history_is_one_json_object_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    history = [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 0.25}]
+    write_history(path, history[:1])
+    write_history(path, history)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == history
+
+
+def test_progress_passes_items_through_and_is_silent_off_a_terminal(capsys):
+    assert list(progress(iter("abc"), 3, "letters")) == ["a", "b", "c"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_epoch_is_logged_with_its_figures_and_recorded_with_its_time(caplog, capsys):
+    bar = TrainingProgress(2, 5, 3)
+    with caplog.at_level(logging.INFO, logger="cdc_plugin"):
+        for _ in range(3):
+            bar.after_batch(STATS)
+        record = bar.after_epoch({"epoch": 3, **STATS})
+    bar.close()
+    assert set(record) == {"epoch", *STATS, "seconds"}
+    assert caplog.messages[0].startswith("epoch 3/5: clustering loss 0.5000, calibration loss 0.2500, selected 75.0%")
+    assert caplog.messages[0].endswith("left")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3600, "1:00:00")])
+def test_durations_in_words(seconds, text):
+    assert _duration(seconds) == text

@@ -1,0 +1,165 @@
+import math
+import os
+import signal
+import threading
+
+import pytest
+
+from cdc_plugin.cli import refine as cli
+from cdc_plugin.errors import UserError
+from cdc_plugin.training import signals
+from cdc_plugin.training.device import write_atomically
+from cdc_plugin.training.signals import Terminated, ending_on_termination, noticing_termination
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="a process cannot send itself SIGTERM here")
+
+
+@pytest.fixture(autouse=True)
+def _no_echo_and_no_handler_is_left(monkeypatch):
+    """Signals of tests that follow each other at once are no echoes."""
+    monkeypatch.setattr(signals, "ECHO", 0.0)
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    yield
+    assert {number: signal.getsignal(number) for number in signals.SIGNALS} == before
+    signals._heard[0] = -math.inf
+
+
+def tell(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", signals.SIGNALS)
+def test_the_first_signal_is_noted_and_the_second_ends(number):
+    with pytest.raises(Terminated, match=signal.Signals(number).name), noticing_termination() as notice:  # noqa: PT012
+        assert not notice.asked
+        tell(number)
+        assert notice.asked
+        tell(number)
+        pytest.fail("the second signal was not heard")
+
+
+def test_who_was_asked_and_does_not_end_is_ended_on_leaving():
+    reached = []
+    with pytest.raises(Terminated), noticing_termination():  # noqa: PT012
+        tell()
+        reached.append("the end")
+    assert reached == ["the end"]
+
+
+def test_nothing_happens_to_those_who_are_not_asked():
+    with noticing_termination() as notice:
+        notice.end()
+    assert not notice.asked
+
+
+def test_another_error_on_the_way_out_is_not_hidden():
+    with pytest.raises(UserError, match="disk full"), noticing_termination():  # noqa: PT012
+        tell()
+        raise UserError("disk full")
+
+
+def test_a_signal_that_two_senders_pass_on_counts_once(monkeypatch):
+    monkeypatch.setattr(signals, "ECHO", 60.0)
+    with pytest.raises(Terminated), noticing_termination() as notice:  # noqa: PT012
+        tell()
+        tell()
+        tell(signals.SIGNALS[-1])
+        assert notice.number == signal.SIGTERM
+        signals._heard[0] -= 61  # a minute later somebody has lost patience
+        tell()
+        pytest.fail("the late signal was not heard")
+
+
+def test_the_echo_of_a_noted_signal_does_not_disturb_the_way_out(monkeypatch):
+    monkeypatch.setattr(signals, "ECHO", 60.0)
+    tidied = []
+    with pytest.raises(Terminated), ending_on_termination():  # noqa: PT012
+        try:
+            with noticing_termination() as notice:
+                tell()
+                notice.end()
+        finally:
+            tell()
+            tidied.append("up")
+    assert tidied == ["up"]
+
+
+def test_outside_of_training_a_signal_ends_at_once_and_half_a_file_is_removed(tmp_path):
+    def write(path):
+        path.write_text("half")
+        tell()
+
+    (tmp_path / "last.pt").write_text("earlier")
+    with pytest.raises(Terminated), ending_on_termination():
+        write_atomically(tmp_path / "last.pt", write)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+    assert (tmp_path / "last.pt").read_text() == "earlier"
+
+
+def test_training_takes_over_from_the_command_and_gives_back():
+    reached = []
+    with pytest.raises(Terminated), ending_on_termination():  # noqa: PT012
+        with noticing_termination() as notice:
+            reached.append("training")
+        assert not notice.asked
+        tell()
+        reached.append("after the signal")
+    assert reached == ["training"]
+
+
+def test_no_error_handler_of_the_work_takes_it_for_a_failure():
+    with pytest.raises(Terminated), ending_on_termination():  # noqa: PT012
+        try:
+            tell()
+        except Exception:
+            pytest.fail("taken for an error")
+
+
+def test_handlers_of_a_script_and_ignored_signals_are_left_alone():
+    heard = []
+    for handler in (lambda number, frame: heard.append(number), signal.SIG_IGN):
+        before = signal.signal(signal.SIGTERM, handler)
+        try:
+            with ending_on_termination(), noticing_termination() as notice:
+                tell()
+                assert signal.getsignal(signal.SIGTERM) is handler
+            assert not notice.asked
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
+def test_in_another_thread_nothing_is_touched():
+    seen = []
+
+    def work():
+        with ending_on_termination(), noticing_termination() as notice:
+            seen.append((notice.asked, signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), *((n, 128 + n) for n in signals.SIGNALS if n != signal.SIGTERM)]
+)
+def test_a_command_that_is_told_to_end_says_so_in_one_line(number, code, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli._guard(lambda options: tell(number), cli.refine_parser(), [])
+    assert end.value.code == code
+    name = signal.Signals(number).name
+    expected = f"cdc-refine: stopped by {name}; finished epochs are kept, go on with --resume"
+    assert capsys.readouterr().err.splitlines() == [expected]
+
+
+def test_the_keyboard_still_interrupts_with_its_own_code(capsys, request):
+    # A shell has background jobs ignore the keyboard; the tests may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    with pytest.raises(SystemExit) as end:
+        cli._guard(lambda options: tell(signal.SIGINT), cli.refine_parser(), [])
+    assert end.value.code == 130
+    assert "interrupted" in capsys.readouterr().err

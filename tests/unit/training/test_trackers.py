@@ -1,0 +1,298 @@
+import contextlib
+import errno
+import json
+import struct
+import sys
+import types
+
+import pytest
+
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.errors import UserError
+from cdc_plugin.training import trackers as module
+from cdc_plugin.training.trackers import NOTES, flat_figures, make_trackers, open_all, trackers
+
+CONFIG = RefineConfig(backbone="b.pt", data="photos", clusters=3)
+EPOCHS = [{"epoch": float(n), "clustering_loss": 1 / n, "selected": 0.5} for n in (1, 2, 3, 4)]
+METRICS = {"images": 90, "labels": True, "data": "photos", "after": {"head": {"ACC": 0.75, "ECE": None}}}
+
+
+class Recorder:
+    """A tracker that writes down what it is told; ``broken`` names a method that fails."""
+
+    def __init__(self, broken=None):
+        self.broken, self.calls = broken, []
+
+    def _note(self, name, *arguments):
+        if name == self.broken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.calls.append((name, *arguments))
+
+    def start(self, config, folder, kept):
+        self._note("start", config["clusters"], folder, dict(kept))
+        kept["mine"] = "x"
+
+    def epoch(self, stats, number):
+        self._note("epoch", number, stats["clustering_loss"])
+
+    def finish(self, figures):
+        self._note("finish", figures)
+
+    def close(self):
+        self._note("close")
+
+    @property
+    def epochs(self):
+        return [call[1] for call in self.calls if call[0] == "epoch"]
+
+
+@pytest.fixture
+def add(monkeypatch):
+    """add(name, tracker): registered as a third party's would be."""
+    monkeypatch.setattr(trackers, "_entries", dict(trackers._entries))
+
+    def register(name, tracker):
+        trackers.register(name)(lambda: tracker)
+        return tracker
+
+    return register
+
+
+def test_everything_reaches_each_tracker_and_it_is_closed(add, tmp_path):
+    both = [add("one", Recorder()), add("two", Recorder())]
+    with open_all(["one", "two", "one"], tmp_path, CONFIG, []) as track:
+        track.epoch(EPOCHS[0])
+        track.finish(METRICS)
+    for tracker in both:
+        assert tracker.calls == [
+            ("start", 3, tmp_path, {}),
+            ("epoch", 1, 1.0),
+            ("finish", {"images": 90, "after/head/ACC": 0.75}),
+            ("close",),
+        ]
+
+
+def test_without_trackers_nothing_is_written(tmp_path):
+    for names in (None, []):
+        with open_all(names, tmp_path, CONFIG, EPOCHS) as track:
+            track.epoch(EPOCHS[0])
+            track.finish(METRICS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_tells_what_was_missed_and_nothing_twice(add, tmp_path):
+    first = add("one", Recorder())
+    with contextlib.suppress(KeyboardInterrupt), open_all(["one"], tmp_path, CONFIG, []) as track:
+        track.epoch(EPOCHS[0])
+        raise KeyboardInterrupt  # the state of epoch 2 is saved, but it has not been told
+    assert first.calls[-1] == ("close",)
+    again = Recorder()
+    trackers._entries["one"] = lambda: again
+    with open_all(["one"], tmp_path, CONFIG, EPOCHS[:2]) as track:
+        track.epoch(EPOCHS[2])
+    assert again.calls[0][-1] == {"mine": "x", "epoch": 1}
+    assert (first.epochs, again.epochs) == ([1], [2, 3])
+
+
+def test_a_tracker_that_joins_later_gets_the_whole_history(add, tmp_path):
+    add("one", Recorder())
+    with open_all(["one"], tmp_path, CONFIG, []) as track:
+        track.epoch(EPOCHS[0])
+    late = add("late", Recorder())
+    with open_all(["late"], tmp_path, CONFIG, EPOCHS[:1]) as track:
+        track.epoch(EPOCHS[1])
+    assert late.epochs == [1, 2]
+    assert {name: kept["epoch"] for name, kept in json.loads((tmp_path / NOTES).read_text()).items()} == {
+        "one": 1,
+        "late": 2,
+    }
+
+
+@pytest.mark.parametrize("method", ["start", "epoch", "finish", "close"])
+def test_a_tracker_that_fails_is_left_behind_with_one_warning(add, tmp_path, caplog, method):
+    broken, sound = add("broken", Recorder(method)), add("sound", Recorder())
+    with open_all(["broken", "sound"], tmp_path, CONFIG, []) as track:
+        for stats in EPOCHS:
+            track.epoch(stats)
+        track.finish(METRICS)
+    assert sound.epochs == [1, 2, 3, 4]
+    assert [call[0] for call in sound.calls[-2:]] == ["finish", "close"]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("tracker broken failed and is left out from now on")
+    assert "No space left" in warning
+    # What it has not seen is told when the run is resumed.
+    told = json.loads((tmp_path / NOTES).read_text()).get("broken", {}).get("epoch", 0)
+    assert told == len(broken.epochs) == (0 if method in ("start", "epoch") else 4)
+
+
+def test_notes_that_cannot_be_read_or_written_do_not_end_the_run(add, tmp_path, monkeypatch):
+    (tmp_path / NOTES).write_text("[half a")
+    tracker = add("one", Recorder())
+
+    def full(path, write):
+        raise UserError("no space left")
+
+    monkeypatch.setattr(module, "write_atomically", full)
+    with open_all(["one"], tmp_path, CONFIG, EPOCHS[:2]):
+        pass
+    assert tracker.epochs == [1, 2]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match=r"unknown tracker 'tensorbord'; did you mean 'tensorboard'\?.*wandb"):
+        make_trackers(["tensorbord"])
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_package_is_refused_with_what_to_type(monkeypatch, name, package):
+    for loaded in [key for key in sys.modules if key.startswith(f"{package}.")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs the package {package}.*; type: pip install 'cdc-plugin\[log\]'") as no:
+        make_trackers([name])
+    assert "\n" not in str(no.value)
+
+
+def test_a_folder_that_wandb_left_behind_is_not_taken_for_the_package(monkeypatch):
+    folder = types.ModuleType("wandb")
+    folder.__path__ = []
+    monkeypatch.setitem(sys.modules, "wandb", folder)
+    with pytest.raises(UserError, match="needs the package wandb"):
+        make_trackers(["wandb"])
+
+
+def test_figures_are_the_finite_numbers_of_a_report():
+    report = {"a": {"b": {"c": 1, "d": None}, "e": [1, 2]}, "f": 0.5, "g": True, "h": "word", "i": float("nan")}
+    assert flat_figures(report) == {"a/b/c": 1, "f": 0.5}
+
+
+def events(folder):
+    """(file number, event) of all event files, read record by record as the format has it, oldest file first."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="tensorboardX is not installed")
+    from tensorboardX.record_writer import masked_crc32c
+
+    files = sorted(folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
+    for number, file in enumerate(files):
+        content = file.read_bytes()
+        while content:
+            length, checksum = struct.unpack("<QI", content[:12])
+            record, rest = content[12 : 12 + length], content[12 + length :]
+            assert (checksum, *struct.unpack("<I", rest[:4])) == (masked_crc32c(content[:8]), masked_crc32c(record))
+            content = rest[4:]
+            yield number, event_pb2.Event.FromString(record)
+
+
+def scalars(folder):
+    """[(tag, step, value)] in the order of writing."""
+    return [
+        (value.tag, event.step, round(value.simple_value, 4))
+        for _, event in events(folder)
+        for value in event.summary.value
+        if value.HasField("simple_value")
+    ]
+
+
+def test_tensorboard_files_hold_every_epoch_once_also_after_a_resume(tmp_path):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    with open_all(["tensorboard"], tmp_path, CONFIG, []) as track:
+        track.epoch(EPOCHS[0])
+        on_disk = scalars(tmp_path / "tensorboard")  # before anything is closed: a killed run has it, too
+    assert on_disk == [("train/clustering_loss", 1, 1.0), ("train/selected", 1, 0.5)]
+    for _ in range(2):  # the second time nothing is left to do
+        with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS[:2]) as track:
+            track.finish(METRICS)
+    assert scalars(tmp_path / "tensorboard") == [
+        *on_disk,
+        ("train/clustering_loss", 2, 0.5),
+        ("train/selected", 2, 0.5),
+        ("images", 2, 90.0),
+        ("after/head/ACC", 2, 0.75),
+    ]
+    found = list(events(tmp_path / "tensorboard"))
+    assert [(number, event.step) for number, event in found if event.HasField("session_log")] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+    ]
+    (settings,) = [v for _, event in found for v in event.summary.value if v.HasField("tensor")]
+    assert b'"clusters": 3' in settings.tensor.string_val[0]
+
+
+def test_tensorboard_files_of_an_overwritten_run_go_and_other_files_stay(tmp_path):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS):
+        pass
+    (tmp_path / "tensorboard" / "mine.txt").write_text("mine")
+    (tmp_path / NOTES).unlink()  # as --overwrite does
+    with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS[:1]):
+        pass
+    assert [step for _, step, _ in scalars(tmp_path / "tensorboard")] == [1, 1]
+    assert (tmp_path / "tensorboard" / "mine.txt").read_text() == "mine"
+
+
+def test_tensorboard_reads_the_files_itself(tmp_path):
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    with open_all(["tensorboard"], tmp_path, CONFIG, []) as track:
+        track.epoch(EPOCHS[0])
+        track.epoch(EPOCHS[1])
+    notes = tmp_path / NOTES
+    notes.write_text(notes.read_text().replace('"epoch": 2', '"epoch": 1'))  # killed before epoch 2 was noted
+    with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS[:2]) as track:
+        track.epoch(EPOCHS[2])
+    accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [(e.step, round(e.value, 4)) for e in accumulator.Scalars("train/clustering_loss")] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 0.3333),
+    ]
+
+
+class Wandb:
+    """What `wandb.init` gives, as far as it is used."""
+
+    def __init__(self, monkeypatch):
+        self.inits, self.logged, self.summary, self.codes = [], [], {}, []
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=self.init))
+
+    def init(self, **options):
+        self.inits.append(options)
+        return self
+
+    def log(self, values, step, commit):
+        assert commit  # a killed run must not lose its last epoch
+        self.logged.append((step, values))
+
+    def finish(self, exit_code):
+        self.codes.append(exit_code)
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    wandb = Wandb(monkeypatch)
+    with contextlib.suppress(KeyboardInterrupt), open_all(["wandb"], tmp_path, CONFIG, []) as track:
+        track.epoch(EPOCHS[0])
+        raise KeyboardInterrupt
+    with open_all(["wandb"], tmp_path, CONFIG, EPOCHS[:1]) as track:
+        track.epoch(EPOCHS[1])
+        track.finish(METRICS)
+    first, second = wandb.inits
+    assert first == second
+    assert (first["resume"], first["project"], first["name"]) == ("allow", "cdc-plugin", tmp_path.name)
+    assert (first["dir"], first["config"]["clusters"], len(first["id"])) == (str(tmp_path), 3, 12)
+    assert [step for step, _ in wandb.logged] == [1, 2]
+    assert wandb.logged[1][1] == {"train/clustering_loss": 0.5, "train/selected": 0.5}
+    assert wandb.summary == {"images": 90, "after/head/ACC": 0.75}
+    assert wandb.codes == [1, 0]  # interrupted, then whole
+
+
+def test_variables_of_wandb_decide_where_a_run_goes(tmp_path, monkeypatch):
+    wandb = Wandb(monkeypatch)
+    for name in ("project", "name", "dir"):
+        monkeypatch.setenv(f"WANDB_{name.upper()}", f"my {name}")
+    with open_all(["wandb"], tmp_path, CONFIG, []):
+        pass
+    assert [wandb.inits[0][name] for name in ("project", "name", "dir")] == ["my project", "my name", "my dir"]
