@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.config.schema import RefineConfig, batch_sizes, load_config, steps_an_epoch, to_yaml
+from cdc_plugin.config.schema import RefineConfig, batch_sizes, load_config, steps_per_epoch, to_yaml
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.prediction_table import prediction_table, write_table
-from cdc_plugin.evaluation.quality import WATCHED_EPOCHS, Evidence, assess, see_anew, watch, watched
+from cdc_plugin.evaluation.quality import SNAPSHOT_EPOCHS, Evidence, assess, predict_augmented, watch, watched
 from cdc_plugin.evaluation.report_record import (
     Report,
     head_probabilities,
@@ -35,11 +35,11 @@ from cdc_plugin.report.run_page import write_page
 from cdc_plugin.training.batches import FINAL, QUALITY, batches_of, cached_views, fresh_views, training_views
 from cdc_plugin.training.collapse import as_warnings, findings, new_findings, refuse_dead
 from cdc_plugin.training.device import choose_device, generator, write_atomically
-from cdc_plugin.training.distributed import ALONE, World, joined, restarted, settled
+from cdc_plugin.training.distributed import SINGLE, Distributed, joined, restarted, settled
 from cdc_plugin.training.inputs import check_request, configure, open_data
 from cdc_plugin.training.prepare import check_shares, frozen_views, gather, initialise
 from cdc_plugin.training.progress import TrainingProgress, log, log_to, progress, write_history
-from cdc_plugin.training.recovery import in_words, refuse_other_settings, setback_warning, step_back
+from cdc_plugin.training.recovery import check_resume_settings, explain_error, roll_back, setback_warning
 from cdc_plugin.training.refiner import NotFiniteError, Refiner
 from cdc_plugin.training.run_folder import (
     CONFIG,
@@ -110,44 +110,46 @@ def run(
     """
     began, threads = time.monotonic(), torch.get_num_threads()
     check_request(config, resume)
-    with joined() as world:
+    with joined() as distributed:
         if restarted():  # the same command again, after a fault
             resume, overwrite = True, False
-        folder = world.from_main(lambda: prepare_folder(config.out, _run_name(config), resume, overwrite))
+        folder = distributed.broadcast_from_main(
+            lambda: prepare_folder(config.out, _run_name(config), resume, overwrite)
+        )
         try:
-            state = world.from_main(lambda: read_state(folder)) if resume else None
+            state = distributed.broadcast_from_main(lambda: read_state(folder)) if resume else None
             if state is None:
                 config = stored_config(config, folder) if resume else config
                 check_request(config, resume=False)
-            with log_to(folder / LOG) if world.main else contextlib.nullcontext():
+            with log_to(folder / LOG) if distributed.main else contextlib.nullcontext():
                 if state is None:
-                    current = start(config, folder, module, data, world)
+                    current = start(config, folder, module, data, distributed)
                 else:
-                    current = restart(config, folder, state, module, data, world)
+                    current = restart(config, folder, state, module, data, distributed)
                 with open_all(_trackers(current), folder, current.config, current.history) as track:
                     train(current, track)
                     return finish(current, time.monotonic() - began, track)
         except (RuntimeError, MemoryError) as error:
-            raise in_words(error, config, folder, world) from error
+            raise explain_error(error, config, folder, distributed) from error
         finally:
             torch.set_num_threads(threads)
-            if world.main:
+            if distributed.main:
                 leave_nothing_behind(folder)
 
 
-def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any, world: World) -> Run:
+def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: Any, distributed: Distributed) -> Run:
     """Backbone and images in, both heads initialised: from feature prototypes (Sec. 3.3) or an old model's head."""
-    world = settled(world, config, choose_device(config.device))
-    material = gather(config, module, data, world=world)
+    distributed = settled(distributed, config, choose_device(config.device))
+    material = gather(config, module, data, distributed=distributed)
     heads, chosen = initialise(material)
     config, backbone, images, features = material.config, material.backbone, material.images, material.features
     # What the user gave is kept to the digit, so that the same command can resume the run.
     for name in ("mean", "std"):
-        if getattr(config, name) is None or name in config.presumed:
+        if getattr(config, name) is None or name in config.from_recipe:
             config = dataclasses.replace(config, **{name: getattr(backbone, name).tolist()})
-    config = dataclasses.replace(config, augment=chosen, presumed=[], track=config.track or [])
-    config = world.from_main(lambda: config)
-    if world.main:
+    config = dataclasses.replace(config, augment=chosen, from_recipe=[], track=config.track or [])
+    config = distributed.broadcast_from_main(lambda: config)
+    if distributed.main:
         clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
         write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
     clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
@@ -155,14 +157,19 @@ def start(config: RefineConfig, folder: Path, module: nn.Module | None, data: An
     before = measure(clustering, calibration, partition.numpy(), images.labels)
     model = Clusterer(backbone, heads.clustering, heads.calibration)
     record = old_record(material.old, calibration, material.loaded, images)
-    return Run(config, folder, material.device, images, model, before, [], partition, record, world=world)
+    return Run(config, folder, material.device, images, model, before, [], partition, record, distributed=distributed)
 
 
 def restart(
-    config: RefineConfig, folder: Path, state: dict[str, Any], module: nn.Module | None, data: Any, world: World
+    config: RefineConfig,
+    folder: Path,
+    state: dict[str, Any],
+    module: nn.Module | None,
+    data: Any,
+    distributed: Distributed,
 ) -> Run:
     """The same run as after its last finished epoch; the checkpoint it began with is not needed any more."""
-    stored = world.from_main(lambda: load_config(folder / CONFIG))
+    stored = distributed.broadcast_from_main(lambda: load_config(folder / CONFIG))
     track = stored.track if config.track is None else config.track
     make_trackers(track)  # refuses those that are not installed here
     given = config
@@ -176,18 +183,18 @@ def restart(
         raise UserError(f"{folder} was begun with a module of your own; pass it again to go on")
     backbone = Backbone(network, **record)
     device = choose_device(config.device)
-    world = settled(world, config, device)
+    distributed = settled(distributed, config, device)
     backbone.place(device, config.compile, not config.freeze_backbone)
 
     def opened() -> ImageSet:
-        check_shares(config, world)
+        check_shares(config, distributed)
         images = open_data(config, backbone, data)
-        refuse_other_settings(given, stored, len(images), folder)
+        check_resume_settings(given, stored, len(images), folder)
         if images.digest != state["digest"]:
             raise UserError(f"the images of {config.data} are not those that {folder} was begun with")
         return images
 
-    images = world.told_once(opened)
+    images = distributed.raise_together(opened)
     # Runs that an earlier release began have the MLP head and say nothing of it.
     spec = state.get("heads", {"hidden": config.hidden, "clusters": config.clusters})
     heads = [build_head(spec, backbone.feature_dim, str(folder)) for _ in range(2)]
@@ -197,30 +204,32 @@ def restart(
         backbone.module.load_state_dict(state["frozen"])
     kept: dict[str, Any] = {name: state.get(name) for name in ("before", "history", "start", "old", "setback")}
     last_epochs = state.get("last_epochs", [])
-    return Run(config, folder, device, images, model, **kept, last_epochs=last_epochs, state=state, world=world)
+    return Run(
+        config, folder, device, images, model, **kept, last_epochs=last_epochs, state=state, distributed=distributed
+    )
 
 
 def train(current: Run, track: Tracking) -> None:
     """Algorithm 1; after every epoch the state is on disk before the next begins."""
-    config, model, world, images = current.config, current.model, current.world, current.images
+    config, model, distributed, images = current.config, current.model, current.distributed, current.images
     epochs, frozen = config.epochs or 0, config.freeze_backbone
-    steps = epochs * steps_an_epoch(len(images), config)
-    make = fresh_views(config, model.backbone, images, current.device, world)
+    steps = epochs * steps_per_epoch(len(images), config)
+    make = fresh_views(config, model.backbone, images, current.device, distributed)
     # With a frozen backbone only the features of the views are shared work; the heads are the main process's.
-    trained, together = (nn.Identity(), ALONE) if frozen else (model.backbone, world)
+    trained, together = (nn.Identity(), SINGLE) if frozen else (model.backbone, distributed)
     heads = (model.clustering_head, model.calibration_head)
     refiner = Refiner(trained, *heads, config, current.device, len(images), steps, together)
     if current.state is not None:
         refiner.restore(current.state["refiner"])
     if frozen and refiner.epoch < epochs:
-        rows = frozen_views(config, model.backbone, images, current.device, world)
+        rows = frozen_views(config, model.backbone, images, current.device, distributed)
         make = cached_views(rows, current.device)
-    if frozen and not world.main:
+    if frozen and not distributed.main:
         return
     bar = TrainingProgress(refiner.epoch, epochs, len(batch_sizes(len(images), config.batch_size or 1)))
 
     def save() -> None:
-        if world.main:
+        if distributed.main:
             write_state(current.folder, state_of(current, refiner))
             write_history(current.folder / HISTORY, current.history)
 
@@ -235,7 +244,7 @@ def train(current: Run, track: Tracking) -> None:
         current.history.append(bar.after_epoch(stats))
         for finding in new_findings(current.history, config):
             log.warning("%s", finding.text)
-        if epochs - WATCHED_EPOCHS < refiner.epoch < epochs:  # after the last one, all images are looked at anyway
+        if epochs - SNAPSHOT_EPOCHS < refiner.epoch < epochs:  # after the last one, all images are looked at anyway
             current.last_epochs.append(watch(model, images, current.device, config.precision))
         save()
         track.epoch(current.history[-1])  # only now: a run that is killed in between makes up for it
@@ -243,7 +252,7 @@ def train(current: Run, track: Tracking) -> None:
 
     if current.state is None:
         save()
-    elif world.main:  # a run that was killed right after its last state has a line less there
+    elif distributed.main:  # a run that was killed right after its last state has a line less there
         write_history(current.folder / HISTORY, current.history)
     refuse_dead(current.history, config)
     with noticing_termination() as notice, contextlib.closing(bar):
@@ -251,7 +260,7 @@ def train(current: Run, track: Tracking) -> None:
             try:
                 refiner.fit(batches_of(make, len(images), config), after_batch, after_epoch)
             except NotFiniteError:
-                step_back(current, refiner)
+                roll_back(current, refiner)
                 save()
 
 
@@ -259,19 +268,21 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
     """Predict with the calibration head, compare with where the run began, write everything; the page comes last."""
     config, images, model, folder = current.config, current.images, current.model, current.folder
     assert config.clusters is not None
-    world, randomness = current.world, generator(config.seed, FINAL)
+    distributed, randomness = current.distributed, generator(config.seed, FINAL)
     if config.freeze_backbone:
         for head in (model.clustering_head, model.calibration_head):  # the main process alone has trained them
             for tensor in head.to(current.device).state_dict().values():
-                world.agree(tensor)
-    clustering, calibration, features = predict(model, images, current.device, config.precision, progress, world)
+                distributed.broadcast_(tensor)
+    clustering, calibration, features = predict(model, images, current.device, config.precision, progress, distributed)
     assignment = torch.from_numpy(calibration.argmax(axis=1))
     again = kmeans_of_all(features, config.clusters, current.device, randomness)
     rows, chosen = features.sample(config.clusters, randomness)
     model.prototypes = fit_prototypes(rows, assignment[chosen], config.clusters)
     distance = features.map(model.prototypes.distance).numpy()
     views = training_views(config, model.backbone)
-    seen, anew = see_anew(model, images, views, current.device, config.precision, generator(config.seed, QUALITY))
+    seen, anew = predict_augmented(
+        model, images, views, current.device, config.precision, generator(config.seed, QUALITY)
+    )
     evidence = Evidence(
         torch.from_numpy(clustering),
         torch.from_numpy(calibration),
@@ -305,7 +316,7 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
     outlier = distance > model.prototypes.limit
     more = {"trusted": trusted_samples(calibration), "distance": distance, "outlier": outlier}
     table = prediction_table(images.names, clustering, calibration, more)
-    if not world.main:
+    if not distributed.main:
         return Report(metrics, table, folder)
     model.save(folder, provenance(config, images, card))
     write_table(folder / PREDICTIONS, table)
@@ -319,7 +330,7 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
 
 
 def _trackers(current: Run) -> list[str]:
-    return (current.config.track or []) if current.world.main else []
+    return (current.config.track or []) if current.distributed.main else []
 
 
 def _run_name(config: RefineConfig) -> str:

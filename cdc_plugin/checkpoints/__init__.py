@@ -15,7 +15,7 @@ from cdc_plugin.checkpoints.formats import (  # noqa: F401  (they register thems
     unsupported,
 )
 from cdc_plugin.checkpoints.formats.native import read_native
-from cdc_plugin.checkpoints.infer.batchnorm import Settlement, batchnorm_mismatch, settle
+from cdc_plugin.checkpoints.infer.batchnorm import Resolution, batchnorm_mismatch, settle
 from cdc_plugin.checkpoints.load import (
     CheckpointFormat,
     Loaded,
@@ -33,7 +33,7 @@ __all__ = [
     "CheckpointFormat",
     "Loaded",
     "Origin",
-    "Settlement",
+    "Resolution",
     "Wanted",
     "batchnorm_mismatch",
     "find_format",

@@ -126,12 +126,12 @@ def _input(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     values = {"mean": _numbers(given["mean"]), "std": _numbers(given["std"]), "input_size": f"{given['size']} px"}
     titles = {"mean": "mean", "std": "std", "input_size": "image size"}
     for name, value in values.items():
-        doubt = ["assumed"] if name in given["assumed"] else []
+        doubt = ["inferred"] if name in given["inferred"] else []
         reason = "; ".join(doubt + ([why[name]] if name in why else []))
         yield titles[name], value + (f"   ({reason})" if reason else "")
-    stem = [name.removeprefix("stem.") for name in given["assumed"] if name.startswith("stem.")]
+    stem = [name.removeprefix("stem.") for name in given["inferred"] if name.startswith("stem.")]
     if stem or "stem" in why:
-        parts = ([f"assumed: {', '.join(stem)}"] if stem else []) + ([why["stem"]] if "stem" in why else [])
+        parts = ([f"inferred: {', '.join(stem)}"] if stem else []) + ([why["stem"]] if "stem" in why else [])
         yield "stem", "; ".join(parts)
     for name, reason in why.items():
         if name not in (*values, "stem", "head", "branch"):

@@ -19,10 +19,10 @@ from cdc_plugin.errors import UserError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from cdc_plugin.evaluation.models import Subject
+    from cdc_plugin.evaluation.models import EvaluatedModel
     from cdc_plugin.evaluation.predict import Prediction, Predictor
     from cdc_plugin.metrics.selective import Acceptance
-    from cdc_plugin.training.distributed import World
+    from cdc_plugin.training.distributed import Distributed
 
 Made = TypeVar("Made")
 AUDIT_SIDE = 224  # pixels at which a person can tell what an image shows
@@ -94,7 +94,7 @@ def _predict(options: argparse.Namespace) -> None:
         return
     if os.environ.get("RANK", "0") == "0":  # torchrun ends the others, and one says why
         _check(options)
-    from cdc_plugin.evaluation.models import open_subject
+    from cdc_plugin.evaluation.models import open_model
     from cdc_plugin.evaluation.part_files import parts_beside, remove_parts
     from cdc_plugin.evaluation.predict import prepare
     from cdc_plugin.evaluation.predict_resume import predict_in_parts
@@ -102,17 +102,17 @@ def _predict(options: argparse.Namespace) -> None:
     from cdc_plugin.training.distributed import joined
     from cdc_plugin.training.progress import log, progress
 
-    def start() -> tuple[Subject, Predictor]:
-        subject = open_subject(options.model, head=options.head)
+    def start() -> tuple[EvaluatedModel, Predictor]:
+        subject = open_model(options.model, head=options.head)
         device = choose_device(options.device)
         return subject, prepare(subject.model, options.data, device, options.batch_size)
 
     folder = parts_beside(Path(options.out))
-    with joined() as world:
-        if not world.main:
+    with joined() as distributed:
+        if not distributed.main:
             log.setLevel("ERROR")  # what is to be said of model and images is said once
-        subject, predictor = _main_first(world, start)
-        found = predict_in_parts(predictor, folder, world, progress)
+        subject, predictor = _main_first(distributed, start)
+        found = predict_in_parts(predictor, folder, distributed, progress)
     if found is None:
         return
     chosen = _select(options, found)
@@ -126,10 +126,10 @@ def _predict(options: argparse.Namespace) -> None:
     _warn_of_confidence(subject, chosen is not None)
 
 
-def _main_first(world: World, make: Callable[[], Made]) -> Made:
+def _main_first(distributed: Distributed, make: Callable[[], Made]) -> Made:
     """What ``make`` gives in each process; where it fails in the main one, that is said once."""
     made: list[Made] = []
-    world.from_main(lambda: made.append(make()))
+    distributed.broadcast_from_main(lambda: made.append(make()))
     return made[0] if made else make()
 
 
@@ -157,7 +157,7 @@ def _check(options: argparse.Namespace) -> None:
     outputs.check_source(options.to, options.data, out)
 
 
-def _warn_of_confidence(subject: Subject, relied_on: bool) -> None:
+def _warn_of_confidence(subject: EvaluatedModel, relied_on: bool) -> None:
     """Say why confidences may mislead; what a run's own card warned of matters to those who rely on them."""
     for warning in subject.warnings if relied_on else ():
         print(f"warning: when this model was refined: {warning}", file=sys.stderr)

@@ -24,7 +24,7 @@ from cdc_plugin.models.heads import build_head
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.training.batches import view_features
 from cdc_plugin.training.device import write_atomically
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.features import Features
 from cdc_plugin.training.inputs import check_request, configure
 from cdc_plugin.training.prepare import Material, gather, initialise, with_numbers
@@ -121,7 +121,7 @@ def open_set(asked: SetOfImages, folder: Path) -> Opened:
         device: torch.device,
         precision: str,
         progress: Progress | None,
-        world: World,
+        distributed: Distributed,
     ) -> Features:
         path = folder / f"features-{fingerprint(backbone, images)[:16]}.pt"
         found = _stored(path, lambda: {"all": extract_features(backbone, images, device, precision, progress)})

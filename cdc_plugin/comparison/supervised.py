@@ -20,7 +20,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.metrics.clustering import true_columns
 from cdc_plugin.metrics.validation import probability_table
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import generator, own_randomness
+from cdc_plugin.training.device import fork_rng, generator
 
 SPLIT = 19  # purpose of random numbers, beside those of `baselines.task`
 
@@ -69,7 +69,7 @@ def train_supervised(task: Task, labels: Tensor, rows: Tensor) -> nn.Module:
     """
     classes, targets = _classes(labels, rows)
     targets = targets.to(task.device)
-    with own_randomness(generator(task.config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(task.config.seed, WEIGHTS), task.device):
         head = LayeredHead([["linear", task.feature_dim, len(classes)]]).to(task.device)
 
     def step(chosen: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:

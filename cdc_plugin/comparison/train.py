@@ -16,7 +16,7 @@ from cdc_plugin.comparison.baselines.secu import train_secu, train_secu_size
 from cdc_plugin.comparison.baselines.spice import train_spice
 from cdc_plugin.comparison.baselines.task import Task
 from cdc_plugin.comparison.supervised import calibrate_by_temperature, split, train_linear, train_supervised
-from cdc_plugin.config.schema import RefineConfig, steps_an_epoch
+from cdc_plugin.config.schema import RefineConfig, steps_per_epoch
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.errors import UserError
@@ -80,7 +80,7 @@ def train_cdc(bench: Bench) -> Outcome:
     config, device = bench.config, bench.device
     heads = bench.start or _initial(bench)
     frozen, count = config.freeze_backbone, len(bench.images)
-    steps = (config.epochs or 0) * steps_an_epoch(count, config)
+    steps = (config.epochs or 0) * steps_per_epoch(count, config)
     trained = nn.Identity() if frozen else bench.backbone
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, device, count, steps)
     make = fresh_views(config, bench.backbone, bench.images, device)

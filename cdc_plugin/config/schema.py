@@ -75,7 +75,7 @@ class RefineConfig:
     mean: list[float] | None = None
     std: list[float] | None = None
     # Which of these three a recipe states, not the user: they yield to what the checkpoint states.
-    presumed: list[str] = field(default_factory=list)
+    from_recipe: list[str] = field(default_factory=list)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     seed: int = 0
@@ -163,9 +163,9 @@ def load_config(
             raise UserError(f"{name}: {first_line} (key {getattr(error, 'full_key', '') or '?'})") from error
     config = OmegaConf.to_object(schema)
     assert isinstance(config, RefineConfig)
-    if recipe is not None and not config.presumed:
+    if recipe is not None and not config.from_recipe:
         said = {key for name, layer in layers if not name.startswith(("recipe", "settings")) for key in layer}
-        config.presumed = [key for key in INPUT_FACTS if getattr(config, key) is not None and key not in said]
+        config.from_recipe = [key for key in INPUT_FACTS if getattr(config, key) is not None and key not in said]
     check(config)
     return config
 
@@ -230,7 +230,7 @@ def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
     epochs = config.epochs
     if epochs is None:
         epochs = min(100, max(10, round(IMAGES_SEEN / images)))
-    faster = min(20.0, max(1.0, FULL_RATE_STEPS / max(1, epochs * steps_an_epoch(images, config))))
+    faster = min(20.0, max(1.0, FULL_RATE_STEPS / max(1, epochs * steps_per_epoch(images, config))))
     return dataclasses.replace(
         config,
         mini_clusters=None if config.mini_clusters is None else min(config.mini_clusters, batch),
@@ -248,7 +248,7 @@ def batch_sizes(images: int, batch: int) -> list[int]:
     return [images // count + (index < images % count) for index in range(count)]
 
 
-def steps_an_epoch(images: int, config: RefineConfig) -> int:
+def steps_per_epoch(images: int, config: RefineConfig) -> int:
     """Steps of both optimisers in an epoch of a resolved config."""
     assert config.batch_size is not None
     assert config.sub_batch_size is not None

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdc_plugin.data.locks import is_dead, locked
-from cdc_plugin.data.row_file import clear_error, in_words, no_room, temporary_beside
+from cdc_plugin.data.row_file import clear_error, format_bytes, no_room, temporary_beside
 from cdc_plugin.errors import UserError
 
 DEFAULT_GIGABYTES = 20.0
@@ -117,7 +117,8 @@ def make_room(path: Path, size: int) -> None:
     limit = _limit()
     if size > limit:
         raise UserError(
-            f"{path.name} takes {in_words(size)}, more than the cache {path.parent} may hold ({in_words(limit)}); "
+            f"{path.name} takes {format_bytes(size)}, more than the cache {path.parent} may hold "
+            f"({format_bytes(limit)}); "
             f"set CDC_CACHE_GB={math.ceil(size / 1024**3) + 1} if the disk has room, or choose a smaller input size"
         )
     try:

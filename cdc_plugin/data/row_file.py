@@ -277,14 +277,14 @@ def clear_error(error: OSError, path: Path, needed: int = 0) -> UserError:
 
 
 def no_room(path: Path, needed: int, free: int) -> UserError:
-    takes = f"{path.name} takes {in_words(needed)}" if needed else f"no space is left for {path.name}"
+    takes = f"{path.name} takes {format_bytes(needed)}" if needed else f"no space is left for {path.name}"
     return UserError(
-        f"{takes} in {path.parent}, and {in_words(free)} are free there; make room, name a cache folder on another "
+        f"{takes} in {path.parent}, and {format_bytes(free)} are free there; make room, name a cache folder on another "
         "disk by CDC_CACHE, or choose a smaller input size"
     )
 
 
-def in_words(size: int) -> str:
+def format_bytes(size: int) -> str:
     """A number of bytes as people say it."""
     for unit, scale in (("GB", 1024**3), ("MB", 1024**2), ("KB", 1024)):
         if size >= scale:

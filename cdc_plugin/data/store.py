@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cdc_plugin.data.cache import cache_folder, made_once, make_room, scratch_folder, sweep, used, write_whole
 from cdc_plugin.data.reading import Progress, Skipped, read_squares
 from cdc_plugin.data.resize import Pixels
-from cdc_plugin.data.row_file import RowFile, RowWriter, clear_error, in_words, open_whole
+from cdc_plugin.data.row_file import RowFile, RowWriter, clear_error, format_bytes, open_whole
 from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError
 from cdc_plugin.errors import UserError
 
@@ -103,7 +103,7 @@ def _into_memory(known: ImageSource, side: int, progress: Progress | None) -> Sq
         images = np.empty((len(known), side, side, 3), dtype=np.uint8)
     except MemoryError as error:
         raise UserError(
-            f"{len(known)} images of {side} x {side} need {in_words(len(known) * side * side * 3)} of memory, "
+            f"{len(known)} images of {side} x {side} need {format_bytes(len(known) * side * side * 3)} of memory, "
             "more than there is; set CDC_CACHE to a folder on disk, or choose a smaller input size"
         ) from error
     skipped: Skipped = []

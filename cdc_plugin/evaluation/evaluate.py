@@ -19,15 +19,15 @@ import torch
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.models import Subject, distinct_names, open_subject
+from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
 from cdc_plugin.evaluation.outputs import (
-    Answers,
-    ask,
+    ModelOutputs,
     ask_kmeans,
     measure_answers,
+    outlier_reference,
     quality_card,
+    run_model,
     score_outside,
-    yardstick,
 )
 from cdc_plugin.evaluation.prediction_table import outlier_columns, prediction_table, write_table
 from cdc_plugin.evaluation.report_record import Report, trusted_samples
@@ -40,7 +40,7 @@ from cdc_plugin.report.of_evaluation import (
 )
 from cdc_plugin.report.run_page import write_comparison, write_page
 from cdc_plugin.training.device import choose_device, write_atomically
-from cdc_plugin.training.inputs import settle_assumptions, take_small_images
+from cdc_plugin.training.inputs import adopt_native_size, resolve_input
 from cdc_plugin.training.progress import log, progress
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, evaluation_folder
 
@@ -85,7 +85,7 @@ def evaluate(
         head, format, arch: for checkpoints of others, where the file does not tell.
         labels: False ignores class sub-folders and label arrays.
     """
-    subject = open_subject(model, format=format, arch=arch, head=head)
+    subject = open_model(model, format=format, arch=arch, head=head)
     given = {"--format": format, "--arch": arch, "--head": head}
     needless = [f"{name} {value}" for name, value in given.items() if value is not None]
     if needless and not subject.foreign:
@@ -122,7 +122,7 @@ def compare(
         raise UserError(f"{len(models)} models take as many different names; found {', '.join(names)}")
     if any(name in ("", "..") or Path(name).name != name for name in names):
         raise UserError(f"the names of models are used for folders and have no slash; found {', '.join(names)}")
-    subjects = [open_subject(model, format=format, arch=arch, head=head) for model in models]
+    subjects = [open_model(model, format=format, arch=arch, head=head) for model in models]
     chosen = names or distinct_names(subjects)
     subjects = [replace(subject, name=name) for subject, name in zip(subjects, chosen, strict=True)]
     task = _task(subjects, data, ood, labels, device)
@@ -135,19 +135,19 @@ def compare(
         return reports
 
 
-def assess(subject: Subject, task: Task, folder: Path) -> Report:
+def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
     """Show one model the images, measure its answers, and write the three files."""
     began = time.monotonic()
     images, outside = _open_inputs(subject, task)
     model, device = subject.model, task.device
-    model.backbone = settle_assumptions(model.backbone, images)
+    model.backbone = resolve_input(model.backbone, images)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     log.info("%s: %s, %s; %d images", subject.name, subject.writer, subject.network, len(images))
 
     run = subject.run if subject.run is not None and subject.run.digest == images.digest else None
     # What a run measured with labels is not shown beside what is measured without them.
     earlier = run.report if run is not None and run.report.get("labels") == (images.labels is not None) else {}
-    answers = ask(subject, images, device)
+    answers = run_model(subject, images, device)
     kmeans = ask_kmeans(subject, answers, device)
     # A run also knows how stable its last epochs were, so its own card is the better one.
     card = run.report.get("label_free", {}) if run is not None else {}
@@ -191,20 +191,24 @@ def assess(subject: Subject, task: Task, folder: Path) -> Report:
 
 
 def _outside(
-    subject: Subject, inside: Answers, prototypes: Prototypes | None, sets: list[ImageSet], device: torch.device
+    subject: EvaluatedModel,
+    inside: ModelOutputs,
+    prototypes: Prototypes | None,
+    sets: list[ImageSet],
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     """How well the model tells each outside set from the images."""
     if not sets:
         return []
-    by = yardstick(inside, prototypes)
+    by = outlier_reference(inside, prototypes)
     found = []
     for images in sets:
-        scores = score_outside(inside, ask(subject, images, device), by)
+        scores = score_outside(inside, run_model(subject, images, device), by)
         found.append({"data": images.source, "images": len(images), "scores": scores})
     return found
 
 
-def _task(subjects: list[Subject], data: Any, ood: Any, labels: bool, device: str) -> Task:
+def _task(subjects: list[EvaluatedModel], data: Any, ood: Any, labels: bool, device: str) -> Task:
     """What is asked for; images that are not named are those of the first run among the models."""
     root = None
     if data is None:
@@ -218,10 +222,10 @@ def _task(subjects: list[Subject], data: Any, ood: Any, labels: bool, device: st
     return Task(data, sets, root, labels, most, choose_device(device))
 
 
-def _open_inputs(subject: Subject, task: Task) -> tuple[ImageSet, list[ImageSet]]:
+def _open_inputs(subject: EvaluatedModel, task: Task) -> tuple[ImageSet, list[ImageSet]]:
     """The images and the outside sets; every path is looked at before the first image is read."""
     backbone = subject.model.backbone
-    take_small_images(backbone, task.data, task.root)
+    adopt_native_size(backbone, task.data, task.root)
     side = storage_size(backbone.input_size)
     sources = [describe_source(source, side, task.root) for source in (task.data, *task.ood)]
     images, *outside = (
@@ -238,7 +242,7 @@ def _open_inputs(subject: Subject, task: Task) -> tuple[ImageSet, list[ImageSet]
     return images, outside
 
 
-def _command(subject: Subject, task: Task) -> str | None:
+def _command(subject: EvaluatedModel, task: Task) -> str | None:
     """What to type to get this report again; None where something was given in Python."""
     sources = (task.data, *task.ood)
     if subject.path is None or not all(isinstance(source, str | Path) for source in sources):

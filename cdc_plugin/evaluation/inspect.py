@@ -21,7 +21,7 @@ from cdc_plugin.evaluation.inspect_features import MOST_IMAGES, affordable, comp
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import view_settings
 from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.inputs import take_small_images
+from cdc_plugin.training.inputs import adopt_native_size
 
 MOST_HEADS = 32
 NAMED = 200  # names of each kind that a report lists; the first of them with their nearest match
@@ -79,7 +79,7 @@ def examine(backbone: Backbone, data: Any, device: str = "auto", progress: Progr
     Facts that the checkpoint left open are settled first, as at the start of a run; what follows is about the
     backbone that a run would take.
     """
-    take_small_images(backbone, data)
+    adopt_native_size(backbone, data)
     images = open_images(data, backbone.input_size, labels=False, progress=progress, limit=MOST_IMAGES)
     if len(images) < FEWEST:
         raise UserError(f"{images.source} has {len(images)} readable images, a look takes {FEWEST}; add images")
@@ -149,7 +149,7 @@ def _input(loaded: Loaded) -> dict[str, Any]:
         "size": backbone.input_size,
         "mean": _rounded(backbone.mean),
         "std": _rounded(backbone.std),
-        "assumed": list(backbone.assumed),
+        "inferred": list(backbone.inferred),
     }
 
 

@@ -35,7 +35,7 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model to be evaluated.
 
     Args:
@@ -69,12 +69,12 @@ class Subject:
         return self.path is not None and not is_result(Path(self.path))
 
 
-def open_subject(
+def open_model(
     model: str | Path | Clusterer, *, format: str | None = None, arch: str | None = None, head: int | None = None
-) -> Subject:
+) -> EvaluatedModel:
     """A model in evaluation mode with all that is known of it; refuses what has no clusters (yet)."""
     if isinstance(model, Clusterer):
-        return Subject("model", None, model.eval(), "the caller")
+        return EvaluatedModel("model", None, model.eval(), "the caller")
     path = Path(model).expanduser()
     if not path.exists() and not str(model).startswith(("timm:", "hf-hub:")):
         raise UserError(f"there is no model {path}{_nearby(path)}; give a result folder or a clustering checkpoint")
@@ -85,11 +85,13 @@ def open_subject(
         found = load_model(path)
         folder = path if path.is_dir() else path.parent
         said = _provenance(folder).get("warnings") or ()
-        return Subject(_name(folder), str(path), found, "cdc-refine", read_run(folder), warnings=tuple(map(str, said)))
+        return EvaluatedModel(
+            _name(folder), str(path), found, "cdc-refine", read_run(folder), warnings=tuple(map(str, said))
+        )
     loaded = load_checkpoint(path if path.exists() else model, format, Wanted(arch, head=head))
     given = {"--format": format, "--arch": arch, "--head": head}
     options = tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
-    return Subject(_name(path), str(model), clusterer_of(loaded, model), loaded.origin.writer, None, options)
+    return EvaluatedModel(_name(path), str(model), clusterer_of(loaded, model), loaded.origin.writer, None, options)
 
 
 def read_run(folder: Path) -> RunRecord | None:
@@ -105,7 +107,7 @@ def read_run(folder: Path) -> RunRecord | None:
     )
 
 
-def distinct_names(subjects: list[Subject]) -> list[str]:
+def distinct_names(subjects: list[EvaluatedModel]) -> list[str]:
     """One name a model, usable as a folder: its own, its parent's where several are called alike, else numbered."""
     own = [subject.name for subject in subjects]
     names = [

@@ -14,8 +14,8 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes, fit_prototypes
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.models import Subject
-from cdc_plugin.evaluation.quality import Evidence, assess, see_anew
+from cdc_plugin.evaluation.models import EvaluatedModel
+from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
 from cdc_plugin.evaluation.report_record import extract_features, head_probabilities, kmeans_assignment, measure
 from cdc_plugin.metrics import summary_outliers
 from cdc_plugin.report.of_evaluation import TITLES
@@ -34,7 +34,7 @@ UNCALIBRATED = {
 
 
 @dataclass(frozen=True)
-class Answers:
+class ModelOutputs:
     """Features (N, D) on the CPU, and the probabilities (N, C) of each head by its key in `TITLES`."""
 
     features: Tensor
@@ -51,7 +51,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class OutlierReference:
     """Prototypes to measure distance with, and what the inside images (N,) measure.
 
     No image is measured by prototypes that it took part in: those would flatter it.
@@ -64,26 +64,26 @@ class Yardstick:
         return torch.stack([each.distance(features) for each in self.prototypes]).mean(dim=0)
 
 
-def ask(subject: Subject, images: ImageSet, device: torch.device) -> Answers:
+def run_model(subject: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:
     """The answers to every image; a model with one head is asked once."""
     model = subject.model
     features = extract_features(model.backbone, images, device, PRECISION, progress)
     if not torch.isfinite(features).all():
         raise UserError(f"{subject.path or 'the model'} gives features that are not finite: is this the right file?")
     if subject.heads == 1:
-        return Answers(features, {"model": head_probabilities(model.calibration_head, features)})
+        return ModelOutputs(features, {"model": head_probabilities(model.calibration_head, features)})
     heads = {"clustering_head": model.clustering_head, "calibration_head": model.calibration_head}
-    return Answers(features, {key: head_probabilities(head, features) for key, head in heads.items()})
+    return ModelOutputs(features, {key: head_probabilities(head, features) for key, head in heads.items()})
 
 
-def ask_kmeans(subject: Subject, answers: Answers, device: torch.device) -> NDArray[np.int64]:
+def ask_kmeans(subject: EvaluatedModel, answers: ModelOutputs, device: torch.device) -> NDArray[np.int64]:
     """K-means (N,) on the same features, as at the end of a run."""
     randomness = generator(_settings(subject).seed, FINAL)
     return kmeans_assignment(answers.features.to(device), subject.model.clusters, randomness)
 
 
 def measure_answers(
-    answers: Answers, kmeans: NDArray[np.int64], labels: NDArray[np.int64] | None
+    answers: ModelOutputs, kmeans: NDArray[np.int64], labels: NDArray[np.int64] | None
 ) -> dict[str, dict[str, Any]]:
     """Figures by key of `TITLES`: of k-means and of each head."""
     found = measure(answers.clustering, answers.calibration, kmeans, labels)
@@ -91,14 +91,14 @@ def measure_answers(
 
 
 def quality_card(
-    subject: Subject, answers: Answers, kmeans: NDArray[np.int64], images: ImageSet, device: torch.device
+    subject: EvaluatedModel, answers: ModelOutputs, kmeans: NDArray[np.int64], images: ImageSet, device: torch.device
 ) -> dict[str, Any]:
     """The label-free card, as at the end of a run; with one head there are no two that could agree."""
     config, model = _settings(subject), subject.model
     randomness = generator(config.seed, AUGMENTATION)
     augment, _ = choose_augmentation(config.augment, model.backbone, model.calibration_head, images, device, randomness)
     views = training_views(replace(config, augment=augment), model.backbone)
-    seen, anew = see_anew(model, images, views, device, PRECISION, generator(config.seed, QUALITY))
+    seen, anew = predict_augmented(model, images, views, device, PRECISION, generator(config.seed, QUALITY))
     clustering, calibration, again = map(torch.from_numpy, (answers.clustering, answers.calibration, kmeans))
     card = assess(Evidence(clustering, calibration, answers.features, again, seen, anew))
     if subject.heads > 1:
@@ -107,25 +107,27 @@ def quality_card(
     return card | {"heads_agree": None, "clustering_confidence": None, "warnings": warnings}
 
 
-def yardstick(answers: Answers, prototypes: Prototypes | None) -> Yardstick:
+def outlier_reference(answers: ModelOutputs, prototypes: Prototypes | None) -> OutlierReference:
     """That of the given prototypes, which saw none of the images; else each half is measured by the other's."""
     if prototypes is not None:
-        return Yardstick((prototypes,), prototypes.distance(answers.features))
+        return OutlierReference((prototypes,), prototypes.distance(answers.features))
     features, clusters = answers.features, answers.calibration.shape[1]
     assignment = torch.from_numpy(answers.calibration.argmax(axis=1))
     half = torch.arange(len(features)) % 2 == 0
     fitted = [fit_prototypes(features[part], assignment[part], clusters) for part in (half, ~half)]
     inside = torch.where(half, fitted[1].distance(features), fitted[0].distance(features))
-    return Yardstick(tuple(fitted), inside)
+    return OutlierReference(tuple(fitted), inside)
 
 
-def score_outside(inside: Answers, outside: Answers, by: Yardstick) -> dict[str, dict[str, float | None]]:
+def score_outside(
+    inside: ModelOutputs, outside: ModelOutputs, by: OutlierReference
+) -> dict[str, dict[str, float | None]]:
     """How well images from elsewhere are told apart: by each head's confidence (the paper's protocol), by distance."""
     scores = {TITLES[key]: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
     scores["distance"] = (-by.inside.numpy(), -by.distance(outside.features).numpy())
     return {title: summary_outliers(*pair) for title, pair in scores.items()}
 
 
-def _settings(subject: Subject) -> RefineConfig:
+def _settings(subject: EvaluatedModel) -> RefineConfig:
     """Those of its run, else the usual ones: so much is drawn by chance as at the end of a run."""
     return subject.run.config if subject.run is not None else RefineConfig()

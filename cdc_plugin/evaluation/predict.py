@@ -30,7 +30,7 @@ from cdc_plugin.evaluation.prediction_table import (
     with_column,
 )
 from cdc_plugin.models.clusterer import Clusterer, view_settings
-from cdc_plugin.training.inputs import settle_assumptions
+from cdc_plugin.training.inputs import resolve_input
 
 # Images looked at before the first prediction: where facts on the input are open, and where they are only checked.
 LOOK, GLANCE = 2048, 64
@@ -157,7 +157,7 @@ def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int =
     """
     model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     stream = open_stream(data, storage_size(model.backbone.input_size))
-    model.backbone = settle_assumptions(model.backbone, _look(model, stream))
+    model.backbone = resolve_input(model.backbone, _look(model, stream))
     return Predictor(model, stream, view_settings(model.backbone), device, batch_size)
 
 
@@ -199,7 +199,7 @@ def _probabilities(logits: Tensor) -> NDArray[np.float32]:
 
 def _look(model: Clusterer, stream: ImageStream) -> ImageSet:
     """Some images, evenly spread; what cannot be read among them is left out."""
-    wanted = min(LOOK, LOOK_BYTES // (3 * stream.side**2)) if model.backbone.assumed else GLANCE
+    wanted = min(LOOK, LOOK_BYTES // (3 * stream.side**2)) if model.backbone.inferred else GLANCE
     places = torch.linspace(0, len(stream) - 1, min(len(stream), wanted)).long().numpy()
     squares, _ = stream.read(places)
     if len(squares) == 0:  # unreadable to the last, but there may be others between them

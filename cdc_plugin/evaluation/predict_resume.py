@@ -19,7 +19,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.part_files import PartFolder
 from cdc_plugin.evaluation.predict import Prediction, Predictor
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 
 # Images that a fault can cost, and that a process takes at once. A multiple of the usual batch sizes: the batches,
 # and with them the last bits of the numbers, are then those of images in one piece.
@@ -27,9 +27,9 @@ PART = 8192
 
 
 def predict_in_parts(
-    predictor: Predictor, folder: Path, world: World, progress: Progress | None = None
+    predictor: Predictor, folder: Path, distributed: Distributed, progress: Progress | None = None
 ) -> Prediction | None:
-    """The same by all processes of a world; parts that an interrupted run has finished are not computed again.
+    """The same by all processes of a distributed; parts that an interrupted run has finished are not computed again.
 
     Args:
         folder: where finished parts are kept, for the caller to remove; a single part is not.
@@ -40,21 +40,21 @@ def predict_in_parts(
     stream = predictor.stream
     pieces = list(in_blocks(range(len(stream)), PART))
     if len(pieces) == 1:
-        return predictor.prediction(list(predictor.parts(pieces, progress))) if world.main else None
+        return predictor.prediction(list(predictor.parts(pieces, progress))) if distributed.main else None
     kept = PartFolder(folder, len(pieces), fingerprint(predictor))
-    if world.from_main(lambda: kept.about) != kept.about:
+    if distributed.broadcast_from_main(lambda: kept.about) != kept.about:
         raise UserError(
-            f"process {world.rank} found another model or other images than process 0; --model and --data must name "
-            "the same files on all machines"
+            f"process {distributed.rank} found another model or other images than process 0; "
+            "--model and --data must name the same files on all machines"
         )
-    finished = set(world.from_main(kept.resume))
+    finished = set(distributed.broadcast_from_main(kept.resume))
     missing = [number for number in range(len(pieces)) if number not in finished]
-    mine = missing[world.rank :: world.size]
-    parts = predictor.parts([pieces[number] for number in mine], progress if world.main else None)
+    mine = missing[distributed.rank :: distributed.size]
+    parts = predictor.parts([pieces[number] for number in mine], progress if distributed.main else None)
     for number, part in zip(mine, parts, strict=True):
         kept.save(number, part)
-    world.wait()
-    return predictor.prediction(kept) if world.main else None
+    distributed.wait()
+    return predictor.prediction(kept) if distributed.main else None
 
 
 def fingerprint(predictor: Predictor) -> dict[str, str | int]:

@@ -27,7 +27,7 @@ from cdc_plugin.models.clusterer import Clusterer, view_settings
 from cdc_plugin.training.device import autocast
 
 SAMPLE = 1024  # images that are looked at again in another view
-WATCHED, WATCHED_EPOCHS = 512, 3  # images that are looked at after each of the last epochs
+WATCHED, SNAPSHOT_EPOCHS = 512, 3  # images that are looked at after each of the last epochs
 NEIGHBOURS_AMONG = 5000  # neighbours of all pairs of more images take long and say the same
 
 # Thresholds of warnings. They are constants: no run sees a label. They were set in development, on 15 runs on digits,
@@ -79,7 +79,7 @@ def watched(count: int) -> Tensor:
     return torch.linspace(0, count - 1, min(WATCHED, count)).long()
 
 
-def see_anew(
+def predict_augmented(
     model: Clusterer,
     images: ImageSet,
     settings: ViewSettings,

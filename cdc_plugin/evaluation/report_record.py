@@ -24,7 +24,7 @@ from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer, view_settings
 from cdc_plugin.training.device import autocast
-from cdc_plugin.training.distributed import ALONE, NEIGHBOURS, World
+from cdc_plugin.training.distributed import NEIGHBOURS, SINGLE, Distributed
 from cdc_plugin.training.features import Features, find_rows, keep_rows
 
 
@@ -44,7 +44,7 @@ def extract_features(
     backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
 ) -> Tensor:
     """Features (N, D) of the plain views, on the CPU."""
-    return torch.cat(list(_features_of(ALONE, backbone, images, device, precision, progress)))
+    return torch.cat(list(_features_of(SINGLE, backbone, images, device, precision, progress)))
 
 
 def shared_features(
@@ -53,19 +53,19 @@ def shared_features(
     device: torch.device,
     precision: str,
     progress: Progress | None,
-    world: World = ALONE,
+    distributed: Distributed = SINGLE,
 ) -> Features:
     """As `extract_features`, for sets of any size and any number of processes: each looks at its share.
 
     They are kept in the cache, under a name made of weights, images and input, and found there again.
     """
-    share = world.share_of(len(images))
-    key = features_key(backbone, images, device, precision, str(world))
+    share = distributed.share_of(len(images))
+    key = features_key(backbone, images, device, precision, str(distributed))
     shape = (len(share), backbone.feature_dim)
     rows = find_rows(key, shape)
     if rows is None:
-        rows = keep_rows(key, shape, _features_of(world, backbone, images, device, precision, progress))
-    return Features(rows, len(images), world)
+        rows = keep_rows(key, shape, _features_of(distributed, backbone, images, device, precision, progress))
+    return Features(rows, len(images), distributed)
 
 
 def features_key(backbone: Backbone, images: ImageSet, device: torch.device, precision: str, more: str) -> str | None:
@@ -87,7 +87,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @torch.no_grad()
 def _features_of(
-    world: World,
+    distributed: Distributed,
     backbone: Backbone,
     images: ImageSet,
     device: torch.device,
@@ -97,11 +97,11 @@ def _features_of(
     """Features of this process's share of the images, part by part."""
     settings = view_settings(backbone)
     backbone.eval()
-    share = world.share_of(len(images))
+    share = distributed.share_of(len(images))
     if not len(share):
         yield torch.empty(0, backbone.feature_dim)
         return
-    parts = share.split(NEIGHBOURS if world.exact else 256)
+    parts = share.split(NEIGHBOURS if distributed.exact else 256)
     for part in progress(parts, len(parts), "features") if progress else parts:
         views = plain_view(images.batch(part).to(device), settings)
         with autocast(device, precision):
@@ -140,7 +140,9 @@ def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
         def directions() -> Iterator[Tensor]:
             return (standardize_rows(block.to(centers.device)) for block in features.blocks())
 
-        return lloyd_blocks(directions, features.world.agree(centers.contiguous()), features.world.total)
+        return lloyd_blocks(
+            directions, features.distributed.broadcast_(centers.contiguous()), features.distributed.total
+        )
 
     return refine
 
@@ -184,11 +186,11 @@ def predict(
     device: torch.device,
     precision: str,
     progress: Progress | None,
-    world: World = ALONE,
+    distributed: Distributed = SINGLE,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
     """Probabilities of the clustering and of the calibration head, and the features."""
-    share = world.share_of(len(images))
-    parts = _features_of(world, model.backbone, images, device, precision, progress)
-    features = Features(keep_rows(None, (len(share), model.backbone.feature_dim), parts), len(images), world)
+    share = distributed.share_of(len(images))
+    parts = _features_of(distributed, model.backbone, images, device, precision, progress)
+    features = Features(keep_rows(None, (len(share), model.backbone.feature_dim), parts), len(images), distributed)
     clustering = head_probabilities(model.clustering_head, features)
     return clustering, head_probabilities(model.calibration_head, features), features

@@ -47,8 +47,8 @@ def wrap(module: nn.Module, input_size: int, mean: Sequence[float] | None, std: 
     if not isinstance(features, torch.Tensor) or features.ndim < 2:
         raise UserError(f"expected a backbone that gives (N, features), found {type(features).__name__}")
     default_mean, default_std = NORMALISATIONS["imagenet"]
-    assumed = [name for name, value in (("mean", mean), ("std", std)) if value is None]
-    return Backbone(module, features.shape[1], mean or default_mean, std or default_std, input_size, assumed=assumed)
+    inferred = [name for name, value in (("mean", mean), ("std", std)) if value is None]
+    return Backbone(module, features.shape[1], mean or default_mean, std or default_std, input_size, inferred=inferred)
 
 
 def rebuildable(backbone: Backbone) -> Backbone:
@@ -67,7 +67,7 @@ def rebuildable(backbone: Backbone) -> Backbone:
     if found.shape != expected.shape or (found - expected).abs().max() > 1e-4 * expected.abs().max():
         return backbone
     mean, std = backbone.mean.tolist(), backbone.std.tolist()
-    return Backbone(known.module, known.feature_dim, mean, std, size, known.spec, backbone.assumed)
+    return Backbone(known.module, known.feature_dim, mean, std, size, known.spec, backbone.inferred)
 
 
 class RefineAtEnd:

@@ -22,7 +22,7 @@ class Backbone(nn.Module):
         mean, std: the statistics that images in [0, 1] are normalised with, one number a channel.
         input_size: side of the square images it was trained on.
         spec: how to build ``module`` again (see ``checkpoints.architectures``); None for a user's own class.
-        assumed: names of the facts above that the checkpoint did not state.
+        inferred: names of the facts above that the checkpoint did not state.
     """
 
     mean: Tensor
@@ -36,7 +36,7 @@ class Backbone(nn.Module):
         std: Sequence[float],
         input_size: int,
         spec: dict[str, Any] | None = None,
-        assumed: Sequence[str] = (),
+        inferred: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
@@ -45,7 +45,7 @@ class Backbone(nn.Module):
         self.feature_dim = int(feature_dim)
         self.input_size = int(input_size)
         self.spec = spec
-        self.assumed = tuple(assumed)
+        self.inferred = tuple(inferred)
         self.register_buffer("mean", torch.tensor([float(m) for m in mean]), persistent=False)
         self.register_buffer("std", torch.tensor([float(s) for s in std]), persistent=False)
 

@@ -16,7 +16,7 @@ from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, prototype_head, standardize_rows
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
-from cdc_plugin.training.device import own_randomness
+from cdc_plugin.training.device import fork_rng
 
 Refine = Callable[[Tensor], Tensor]
 INITS = ("prototypes", "keep", "random")
@@ -114,7 +114,7 @@ def heads_kept(
 def heads_at_random(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
     """Both heads alike, with torch's random weights: what prototypes are compared with (Tab. 3, I)."""
     partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS)
-    with own_randomness(generator, torch.device("cpu")):
+    with fork_rng(generator, torch.device("cpu")):
         head = ClusterHead(features.shape[1], hidden, clusters)
     head = head.to(features.device).eval()
     return InitialHeads(head, copy.deepcopy(head), partition.assignment, partition.centers)

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.models import RunRecord, Subject
+from cdc_plugin.evaluation.models import EvaluatedModel, RunRecord
 from cdc_plugin.report.of_run import CALIBRATION, CLUSTERING, KMEANS, diagrams_of_run, rows_of_run
-from cdc_plugin.report.page_data import ComparedModel, Findings
+from cdc_plugin.report.page_data import ComparedModel, PageData
 
 # Keys of the figures in report.json; "model" is the one head of an old clustering model.
 TITLES = {
@@ -23,14 +23,14 @@ TITLES = {
 
 
 def findings_of_evaluation(
-    subject: Subject,
+    subject: EvaluatedModel,
     run: RunRecord | None,
     metrics: dict[str, Any],
     table: np.recarray,
     probs: NDArray[np.float32],
     images: ImageSet,
     command: str | None,
-) -> Findings:
+) -> PageData:
     """``metrics`` is the content of report.json, ``run`` the record of the run that refined it on these images."""
     after = metrics["after"]
     if metrics["before"]:
@@ -38,7 +38,7 @@ def findings_of_evaluation(
     else:
         rows = [(TITLES[key], None, figures) for key, figures in after.items()]
         diagrams = [(TITLES[key], figures) for key, figures in after.items() if key != "kmeans"]
-    return Findings(
+    return PageData(
         title=f"{Path(images.source).name} in {metrics['clusters']} clusters",
         facts=_facts(subject, metrics),
         rows=rows,
@@ -78,7 +78,7 @@ def comparison_facts(metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("images", f"{first['images']:,} from {first['data']}"), ("labels", labels), *models]
 
 
-def _facts(subject: Subject, metrics: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(subject: EvaluatedModel, metrics: dict[str, Any]) -> list[tuple[str, str]]:
     backbone = subject.model.backbone
     mean, std = (" ".join(f"{value:.3g}" for value in values.tolist()) for values in (backbone.mean, backbone.std))
     classes, skipped = metrics["classes"], len(metrics["skipped"])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cdc_plugin.config.demo import BACKBONE
 from cdc_plugin.config.schema import RefineConfig, to_yaml
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.report.page_data import Findings
+from cdc_plugin.report.page_data import PageData
 from cdc_plugin.training.run_folder import CONFIG
 
 KMEANS, CLUSTERING, CALIBRATION = "k-means on the features", "clustering head", "calibration head"
@@ -26,9 +26,9 @@ def findings_of_run(
     probs: NDArray[np.float32],
     images: ImageSet,
     history: list[dict[str, Any]],
-) -> Findings:
+) -> PageData:
     """``metrics`` is the content of report.json, ``probs`` (N, C) are those of the calibration head."""
-    return Findings(
+    return PageData(
         title=f"{Path(images.source).name or images.source} in {metrics['clusters']} clusters",
         facts=_facts(config, metrics, images, history),
         rows=rows_of_run(metrics),

@@ -12,7 +12,7 @@ from cdc_plugin.data.images import ImageSet
 
 
 @dataclass(frozen=True)
-class Findings:
+class PageData:
     """One model on one set of images. Figures are what `evaluation.measure_head` gives; absent keys are left out."""
 
     title: str

@@ -21,7 +21,7 @@ from cdc_plugin.report.charts.confidence import caution_chart, reliability_diagr
 from cdc_plugin.report.charts.training import training_charts
 from cdc_plugin.report.gallery.cards import ClusterCard, cluster_cards, confused_pairs, look_first
 from cdc_plugin.report.outside_table import outside_rows
-from cdc_plugin.report.page_data import ComparedModel, Findings
+from cdc_plugin.report.page_data import ComparedModel, PageData
 from cdc_plugin.report.quality_card import side_by_side, statements, training_warnings, warnings
 from cdc_plugin.report.tables import before_after_table, side_by_side_table
 from cdc_plugin.report.words import (
@@ -55,7 +55,7 @@ class Drawing:
     caption: str
 
 
-def write_page(path: Path, findings: Findings) -> None:
+def write_page(path: Path, findings: PageData) -> None:
     """Write report.html, whole or not at all."""
     _write(path, render_page(findings, date.today()))
 
@@ -65,7 +65,7 @@ def write_comparison(path: Path, title: str, facts: list[tuple[str, str]], model
     _write(path, render_comparison(title, facts, models, date.today()))
 
 
-def render_page(findings: Findings, made: date) -> str:
+def render_page(findings: PageData, made: date) -> str:
     """The page as text. Everything that comes from names, paths and settings is escaped."""
     images, table = findings.images, findings.table
     labelled = images.labels is not None

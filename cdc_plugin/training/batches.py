@@ -14,10 +14,10 @@ from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import view_settings
 from cdc_plugin.training.device import generator
-from cdc_plugin.training.distributed import ALONE, World
+from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.progress import progress
 from cdc_plugin.training.refiner import Views
-from cdc_plugin.training.sub_batches import dealt
+from cdc_plugin.training.sub_batches import plan_shards_of
 from cdc_plugin.training.sync_batchnorm import synchronised
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream. Training uses 2.
@@ -56,7 +56,7 @@ def training_views(config: RefineConfig, backbone: Backbone) -> ViewSettings:
 
 
 def fresh_views(
-    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World = ALONE
+    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, distributed: Distributed = SINGLE
 ) -> MakeViews:
     """Three views of this process's share of the chosen images, made anew every time.
 
@@ -66,7 +66,7 @@ def fresh_views(
     fast = config.passes == "fast" and not config.freeze_backbone
 
     def make(chosen: Tensor, randomness: torch.Generator) -> Views:
-        share = Share(len(chosen), dealt(len(chosen), config, world).owned[world.rank])
+        share = Share(len(chosen), plan_shards_of(len(chosen), config, distributed).owned[distributed.rank])
         pixels = images.batch(chosen[share.rows])
         if device.type == "cuda":
             pixels = pixels.pin_memory()
@@ -88,20 +88,20 @@ def fresh_views(
 
 @torch.no_grad()
 def view_features(
-    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World = ALONE
+    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, distributed: Distributed = SINGLE
 ) -> Iterator[Tensor]:
     """Rows (n, 1 + 2 views, D) of consecutive images, from a frozen backbone: plain, weak and strong ones."""
-    make = fresh_views(config, backbone, images, device, world)
+    make = fresh_views(config, backbone, images, device, distributed)
     backbone.eval()
     parts = torch.arange(len(images)).split(256)
     for number, part in enumerate(progress(parts, len(parts), "features of views")):
         views = [make(part, generator(config.seed, VIEWS, -1 - view, number)) for view in range(config.frozen_views)]
         own = torch.arange(len(views[0].plain), device=device)
         pixels = [views[0].plain, *(view.weak for view in views), *(view.strong_of(own) for view in views)]
-        rows = dealt(len(part), config, world).whole(world.rank)
-        with synchronised(world, config.sync_batchnorm, rows):
+        rows = plan_shards_of(len(part), config, distributed).whole(distributed.rank)
+        with synchronised(distributed, config.sync_batchnorm, rows):
             features = torch.stack([backbone(each) for each in pixels], dim=1).float()
-        yield world.gather(features, rows.shares).cpu()
+        yield distributed.gather(features, rows.shares).cpu()
 
 
 def cached_views(rows: Tensor | RowFile, device: torch.device) -> MakeViews:

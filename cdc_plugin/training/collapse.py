@@ -84,7 +84,7 @@ def new_findings(history: Sequence[Mapping[str, float]], config: RefineConfig) -
 
 
 def as_warnings(found: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Findings as the quality card has its warnings, with the epoch they are of."""
+    """PageData as the quality card has its warnings, with the epoch they are of."""
     return [
         {"kind": each.kind, "text": f"After epoch {each.epoch}: {each.text}", "epoch": each.epoch, "dead": each.dead}
         for each in found

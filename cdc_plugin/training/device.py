@@ -60,7 +60,7 @@ def rate_factor(schedule: str, steps: int, total_steps: int) -> float:
 
 
 @contextlib.contextmanager
-def own_randomness(randomness: torch.Generator, device: torch.device, process: int = 0) -> Iterator[None]:
+def fork_rng(randomness: torch.Generator, device: torch.device, process: int = 0) -> Iterator[None]:
     """Random weights, dropout and the like draw from torch's global generator: in here from a stream of their own.
 
     Args:

@@ -28,11 +28,11 @@ JOINING = datetime.timedelta(minutes=10)  # that processes wait for the others t
 PATIENCE = datetime.timedelta(hours=2)  # that processes wait for another, which may be reading all images
 # Images that stay together however many processes there are: of the whole set, and pieces of a sub-batch.
 NEIGHBOURS, PIECES = 32, 16
-MOST_EXACT = 8  # processes; with more, pieces would be dealt too unevenly
+MOST_EXACT = 8  # processes; with more, pieces would be plan_shards_of too unevenly
 
 
 @dataclass(frozen=True)
-class World:
+class Distributed:
     """Which of how many processes this is; the default is a process of its own, for which nothing is exchanged.
 
     Args:
@@ -60,7 +60,7 @@ class World:
         """Which of ``count`` images are this process's."""
         return self.shares_of(count)[self.rank]
 
-    def from_main(self, make: Callable[[], Shared]) -> Shared:
+    def broadcast_from_main(self, make: Callable[[], Shared]) -> Shared:
         """What ``make`` gives in the main process, in all of them; the others do not call it."""
         if self.size == 1:
             return make()
@@ -77,7 +77,7 @@ class World:
             raise carried[0]
         return carried[0]
 
-    def told_once(self, make: Callable[[], Shared]) -> Shared:
+    def raise_together(self, make: Callable[[], Shared]) -> Shared:
         """What ``make`` gives in each process; a user's mistake that any of them finds ends all, and one tells it."""
         if self.size == 1:
             return make()
@@ -112,7 +112,7 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, tensor: Tensor) -> Tensor:
+    def broadcast_(self, tensor: Tensor) -> Tensor:
         """The main process's values, in place: devices may round differently."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
@@ -148,16 +148,16 @@ class World:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: Tensor, world: World, owned: Sequence[Tensor]) -> Tensor:
-        context.places = owned[world.rank]
-        return world.gather(rows.detach(), owned)
+    def forward(context: Any, rows: Tensor, distributed: Distributed, owned: Sequence[Tensor]) -> Tensor:
+        context.places = owned[distributed.rank]
+        return distributed.gather(rows.detach(), owned)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient[context.places.to(gradient.device)], None, None
 
 
-ALONE = World()
+SINGLE = Distributed()
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """How a batch is dealt to the processes: each has a near-equal share of every sub-batch.
+class ShardPlan:
+    """How a batch is plan_shards_of to the processes: each has a near-equal share of every sub-batch.
 
     Args:
         sub_batches: (b,) rows of the batch, for each sub-batch.
@@ -205,15 +205,15 @@ class Deal:
 
 
 @functools.lru_cache(maxsize=64)  # batches of an epoch have the same size, but for one image
-def deal(count: int, sub_batches: int, world: World) -> Deal:
-    """Deal ``count`` images in so many sub-batches; an exact world cuts no piece in two."""
+def deal(count: int, sub_batches: int, distributed: Distributed) -> ShardPlan:
+    """ShardPlan ``count`` images in so many sub-batches; an exact distributed cuts no piece in two."""
     parts = list(torch.arange(count).tensor_split(sub_batches))
-    pieces = [torch.arange(len(part)) // (max(1, len(part) // PIECES) if world.exact else 1) for part in parts]
+    pieces = [torch.arange(len(part)) // (max(1, len(part) // PIECES) if distributed.exact else 1) for part in parts]
     shares = []
     for piece in pieces:
-        owners = [numbers.tolist() for numbers in piece.unique().tensor_split(world.size)]
+        owners = [numbers.tolist() for numbers in piece.unique().tensor_split(distributed.size)]
         shares.append([torch.isin(piece, torch.tensor(own)).nonzero().flatten() for own in owners])
-    return Deal(parts, shares, pieces)
+    return ShardPlan(parts, shares, pieces)
 
 
 def sizes_of(pieces: Tensor) -> list[int]:
@@ -221,26 +221,26 @@ def sizes_of(pieces: Tensor) -> list[int]:
     return pieces.unique_consecutive(return_counts=True)[1].tolist()
 
 
-def settled(world: World, config: RefineConfig, device: torch.device) -> World:
-    """The world of a run: exact, with one thread a process, where BatchNorm is synchronised on CPUs."""
-    wanted = world.size > 1 if config.sync_batchnorm is None else config.sync_batchnorm
+def settled(distributed: Distributed, config: RefineConfig, device: torch.device) -> Distributed:
+    """The distributed of a run: exact, with one thread a process, where BatchNorm is synchronised on CPUs."""
+    wanted = distributed.size > 1 if config.sync_batchnorm is None else config.sync_batchnorm
     if wanted and config.compile:
         raise UserError("compiled networks can not take BatchNorm over several processes; add sync_batchnorm=false")
-    exact = wanted and device.type == "cpu" and world.size <= MOST_EXACT
+    exact = wanted and device.type == "cpu" and distributed.size <= MOST_EXACT
     if exact:
         torch.set_num_threads(1)  # with more of them sums have another order
-    return replace(world, exact=exact)
+    return replace(distributed, exact=exact)
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[World]:
-    """Join the processes that ``torchrun`` has started; without it, a world of one."""
+def joined() -> Iterator[Distributed]:
+    """Join the processes that ``torchrun`` has started; without it, a distributed of one."""
     count = os.environ.get("WORLD_SIZE", "1")
     if count == "1" or "RANK" not in os.environ:
-        yield ALONE
+        yield SINGLE
         return
     if dist.is_initialized():  # a script of the user's own has joined already
-        yield World(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+        yield Distributed(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent()
@@ -259,7 +259,7 @@ def joined() -> Iterator[World]:
             "with torchrun and the same --rdzv-endpoint, or unset WORLD_SIZE and RANK to run alone"
         ) from error
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), local_rank)
+        yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
     finally:
         dist.destroy_process_group()
 

@@ -15,13 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 
 OWN = "gradient_of_pieces"  # attribute of a weight, until `sum_gradients`
 PIECEWISE = (F.conv1d, F.conv2d, F.conv3d, F.linear)
 
 
-def piecewise(world: World, sizes: Sequence[int], function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+def piecewise(
+    distributed: Distributed, sizes: Sequence[int], function: Callable[..., Tensor], args: Any, kwargs: Any
+) -> Tensor:
     """What one of the functions PIECEWISE gives for these arguments.
 
     Args:
@@ -36,15 +38,15 @@ def piecewise(world: World, sizes: Sequence[int], function: Callable[..., Tensor
     if rest:  # no rows of images, but a table that they share
         return function(*args, **kwargs)
     cut = [size * times for size in sizes if size] if images else [len(rows)]
-    return _Piecewise.apply(rows, weight, bias, world, cut, work, args[3:])
+    return _Piecewise.apply(rows, weight, bias, distributed, cut, work, args[3:])
 
 
-def sum_gradients(world: World, parameters: Iterable[Tensor]) -> None:
+def sum_gradients(distributed: Distributed, parameters: Iterable[Tensor]) -> None:
     """Give every process the gradients of all, in double precision until they are summed."""
     found = [parameter for parameter in parameters if parameter.requires_grad]
     if not found:
         return
-    together = world.total(torch.cat([_taken(parameter).flatten() for parameter in found]))
+    together = distributed.total(torch.cat([_taken(parameter).flatten() for parameter in found]))
     for parameter, summed in zip(found, together.split([each.numel() for each in found]), strict=True):
         parameter.grad = torch.empty_like(parameter).copy_(summed.view(parameter.shape))
 
@@ -66,13 +68,13 @@ class _Piecewise(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        world: World,
+        distributed: Distributed,
         sizes: list[int],
         work: Callable[..., Tensor],
         more: tuple[Any, ...],
     ) -> Tensor:
         context.save_for_backward(rows, weight, bias)
-        context.world, context.sizes, context.work, context.more = world, sizes, work, more
+        context.distributed, context.sizes, context.work, context.more = distributed, sizes, work, more
         return torch.cat([work(piece, weight, bias, *more) for piece in rows.split(sizes)])
 
     @staticmethod
@@ -90,18 +92,18 @@ class _Piecewise(torch.autograd.Function):
             for known, other in zip(sums, others, strict=True):
                 known += other
         weights = [each for each in (weight, bias) if each is not None]
-        slopes = [_booked(context.world, each, known) for each, known in zip(weights, sums, strict=True)]
+        slopes = [_booked(context.distributed, each, known) for each, known in zip(weights, sums, strict=True)]
         return torch.cat(of_rows), *slopes, *[None] * (6 - len(slopes))
 
 
-def _booked(world: World, weight: Tensor, slope: Tensor) -> Tensor | None:
+def _booked(distributed: Distributed, weight: Tensor, slope: Tensor) -> Tensor | None:
     """Keep a sum for `sum_gradients`.
 
     Nothing is exchanged on the way back: what one process takes for rows of images may be a table for another. A
     weight that is computed from others passes its gradient on, and can not wait.
     """
     if not weight.is_leaf:
-        return world.only_main(world.total(slope)).to(weight.dtype)
+        return distributed.only_main(distributed.total(slope)).to(weight.dtype)
     if weight.requires_grad:
         weight.__dict__[OWN] = weight.__dict__.get(OWN, 0) + slope
     return None

@@ -17,7 +17,7 @@ from torch import Tensor
 from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
 from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.distributed import ALONE, NEIGHBOURS, World
+from cdc_plugin.training.distributed import NEIGHBOURS, SINGLE, Distributed
 
 BLOCK = 2048
 IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does not grow with the number of images
@@ -94,20 +94,20 @@ class Features:
     """(N, D) features.
 
     Args:
-        own: (n, D) those of this process's share of the images (see `World.share_of`), on the CPU.
+        own: (n, D) those of this process's share of the images (see `Distributed.share_of`), on the CPU.
         count: N.
     """
 
     own: Tensor | RowFile
     count: int
-    world: World = ALONE
+    distributed: Distributed = SINGLE
 
     def __len__(self) -> int:
         return self.count
 
     def blocks(self) -> Iterator[Tensor]:
         """This process's features, block by block; at least one, which is empty where it has no image."""
-        size = NEIGHBOURS if self.world.exact else BLOCK  # sums are rounded otherwise in blocks of another size
+        size = NEIGHBOURS if self.distributed.exact else BLOCK  # sums are rounded otherwise in blocks of another size
         for start in range(0, max(1, len(self.own)), size):
             rows = self.own[start : start + size]
             yield rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
@@ -118,7 +118,7 @@ class Features:
         start = next(done)
         # Put in place at once: small tensors that are kept between large ones would leave holes in memory.
         whole = _together((len(self.own), *start.shape[1:]), chain([start], done), start.dtype)
-        return self.world.gather(whole, self.world.shares_of(self.count))
+        return self.distributed.gather(whole, self.distributed.shares_of(self.count))
 
     def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
@@ -126,9 +126,9 @@ class Features:
         if self.count <= most:
             return self.map(lambda block: block), torch.arange(self.count)
         chosen = torch.randperm(self.count, generator=generator)[:most].sort().values
-        shares = self.world.shares_of(self.count)
+        shares = self.distributed.shares_of(self.count)
         owned = [torch.isin(chosen, share, assume_unique=True).nonzero().flatten() for share in shares]
-        first = sum(map(len, shares[: self.world.rank]))
-        rows = self.own[(chosen[owned[self.world.rank]] - first).numpy()]
+        first = sum(map(len, shares[: self.distributed.rank]))
+        rows = self.own[(chosen[owned[self.distributed.rank]] - first).numpy()]
         own = rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
-        return self.world.gather(own, owned), chosen
+        return self.distributed.gather(own, owned), chosen

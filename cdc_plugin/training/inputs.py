@@ -70,7 +70,7 @@ def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:
         )
     given = {name: getattr(config, name) for name in INPUT_FACTS if getattr(config, name) is not None}
     given = {name: value for name, value in given.items() if not _yields(name, config, loaded.backbone)}
-    stated = set(given) - set(config.presumed)
+    stated = set(given) - set(config.from_recipe)
     backbone = loaded.backbone
     backbone = Backbone(
         backbone.module,
@@ -79,20 +79,20 @@ def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:
         given.get("std", backbone.std.tolist()),
         given.get("input_size", backbone.input_size),
         backbone.spec,
-        assumed=[name for name in backbone.assumed if name not in stated],
+        inferred=[name for name in backbone.inferred if name not in stated],
     )
     return dataclasses.replace(loaded, backbone=backbone)
 
 
 def _yields(name: str, config: RefineConfig, backbone: Backbone) -> bool:
     """Whether a recipe's word on the input gives way to the checkpoint's own."""
-    return name in config.presumed and name not in backbone.assumed
+    return name in config.from_recipe and name not in backbone.inferred
 
 
 def open_data(config: RefineConfig, backbone: Backbone, data: Any) -> ImageSet:
     """The images, squared to the size the backbone takes; unreadable ones are logged."""
     source = config.data if data is None else data
-    take_small_images(backbone, source, config.data_root)
+    adopt_native_size(backbone, source, config.data_root)
     images = open_images(
         source,
         backbone.input_size,
@@ -115,12 +115,12 @@ def refuse_few(images: int, source: str, clusters: int) -> None:
         )
 
 
-def take_small_images(backbone: Backbone, source: Any, root: str | None = None) -> None:
+def adopt_native_size(backbone: Backbone, source: Any, root: str | None = None) -> None:
     """Networks for small images take them as they are; those for 224 px see next to nothing at 32.
 
     Where the stem does not tell, the BatchNorm layers remember which images they have seen.
     """
-    size = native_size(source) if "input_size" in backbone.assumed else None
+    size = native_size(source) if "input_size" in backbone.inferred else None
     if size is None or size > 96 or size == backbone.input_size:
         return
     small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
@@ -139,9 +139,9 @@ def _trained_on_small(backbone: Backbone, images: ImageSet) -> bool:
         return False
 
 
-def settle_assumptions(backbone: Backbone, images: ImageSet) -> Backbone:
+def resolve_input(backbone: Backbone, images: ImageSet) -> Backbone:
     """Decide by a look at the images what the checkpoint left open: stem and normalisation."""
-    if "mean" not in backbone.assumed and not any(name.startswith("stem") for name in backbone.assumed):
+    if "mean" not in backbone.inferred and not any(name.startswith("stem") for name in backbone.inferred):
         _warn_of_unlike_images(backbone, images)
         return backbone
     settlement = settle(backbone, images.batch(_spread(len(images), 2048)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from cdc_plugin.config.schema import RefineConfig, batch_sizes, resolve, steps_an_epoch
+from cdc_plugin.config.schema import RefineConfig, batch_sizes, resolve, steps_per_epoch
 from cdc_plugin.data.images import survey_images
 from cdc_plugin.models.initialise import choose_init, with_clusters
 from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.inputs import check_request, open_network, refuse_few, take_small_images
+from cdc_plugin.training.inputs import adopt_native_size, check_request, open_network, refuse_few
 
 
 def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
@@ -18,7 +18,7 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
     config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
-    take_small_images(backbone, config.data, config.data_root)
+    adopt_native_size(backbone, config.data, config.data_root)
     images = survey_images(config.data, backbone.input_size, labels=config.labels, root=config.data_root)
     refuse_few(images.count, images.source, config.clusters)
     resolved = resolve(config, images.count, backbone.input_size)
@@ -31,9 +31,9 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
         + (", with labels for the report" if images.labels else ", no labels"),
         f"checkpoint: {loaded.origin.writer}, {loaded.origin.network}",
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features, input {backbone.input_size} px"
-        + (f"; assumed: {', '.join(backbone.assumed)}" if backbone.assumed else ""),
+        + (f"; inferred: {', '.join(backbone.inferred)}" if backbone.inferred else ""),
         f"training: {resolved.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
-        f"{steps_an_epoch(images.count, resolved)} steps an epoch, on {choose_device(config.device)}",
+        f"{steps_per_epoch(images.count, resolved)} steps an epoch, on {choose_device(config.device)}",
         f"results: {resolved.out or 'a new folder below cdc-runs'}",
     ]
     return resolved, lines

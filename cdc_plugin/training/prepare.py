@@ -30,12 +30,12 @@ from cdc_plugin.models.initialise import InitialHeads, choose_init, initial_head
 from cdc_plugin.training.batches import AUGMENTATION, INITIALISATION, training_views, view_features
 from cdc_plugin.training.choose_augmentation import choose_augmentation
 from cdc_plugin.training.device import choose_device, generator
-from cdc_plugin.training.distributed import ALONE, World
+from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.features import Features, find_rows, keep_rows
-from cdc_plugin.training.inputs import open_data, open_network, settle_assumptions
+from cdc_plugin.training.inputs import open_data, open_network, resolve_input
 from cdc_plugin.training.progress import log, progress
 
-Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None, World], Features]
+Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None, Distributed], Features]
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ def gather(
     module: nn.Module | None,
     data: Any,
     extract: Extract = shared_features,
-    world: World = ALONE,
+    distributed: Distributed = SINGLE,
 ) -> Material:
     """Open the checkpoint and the images, and take the features; mistakes are refused before that."""
     device = choose_device(config.device)
-    config, loaded, backbone, images = world.told_once(lambda: _opened(config, module, data, world))
-    if world.size > 1:
-        same = ", bit for bit as one with sync_batchnorm=true" if world.exact else ""
-        log.info("%d processes train together%s", world.size, same)
+    config, loaded, backbone, images = distributed.raise_together(lambda: _opened(config, module, data, distributed))
+    if distributed.size > 1:
+        same = ", bit for bit as one with sync_batchnorm=true" if distributed.exact else ""
+        log.info("%d processes train together%s", distributed.size, same)
     backbone.place(device, config.compile, not config.freeze_backbone)
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
-    features = extract(backbone, images, device, config.precision, progress, world)
+    features = extract(backbone, images, device, config.precision, progress, distributed)
     if not features.map(lambda block: block.isfinite().all(dim=1)).all():
         raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
     old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
@@ -79,27 +79,27 @@ def gather(
 
 
 def _opened(
-    config: RefineConfig, module: nn.Module | None, data: Any, world: World
+    config: RefineConfig, module: nn.Module | None, data: Any, distributed: Distributed
 ) -> tuple[RefineConfig, Loaded, Backbone, ImageSet]:
     loaded = open_network(config, module)
     config, backbone = with_clusters(config, loaded.heads), loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
     images = open_data(config, backbone, data)
-    backbone = settle_assumptions(backbone, images)
+    backbone = resolve_input(backbone, images)
     config = dataclasses.replace(with_numbers(config, images, backbone), init=init)
     training_views(config, backbone)  # refuses a wrong augmentation before any work is done
-    check_shares(config, world)
+    check_shares(config, distributed)
     return config, loaded, backbone, images
 
 
-def check_shares(config: RefineConfig, world: World) -> None:
-    """Refuse more processes than a sub-batch can be dealt to."""
+def check_shares(config: RefineConfig, distributed: Distributed) -> None:
+    """Refuse more processes than a sub-batch can be plan_shards_of to."""
     assert config.sub_batch_size is not None
-    if not config.freeze_backbone and config.sub_batch_size < 2 * world.size:
+    if not config.freeze_backbone and config.sub_batch_size < 2 * distributed.size:
         raise UserError(
-            f"sub_batch_size={config.sub_batch_size} gives {world.size} processes less than two images each; "
-            f"take fewer processes, or sub_batch_size={4 * world.size} and a batch_size to match"
+            f"sub_batch_size={config.sub_batch_size} gives {distributed.size} processes less than two images each; "
+            f"take fewer processes, or sub_batch_size={4 * distributed.size} and a batch_size to match"
         )
 
 
@@ -144,17 +144,17 @@ def initialise(material: Material) -> tuple[InitialHeads, AugmentConfig]:
 
 
 def frozen_views(
-    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, world: World
+    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, distributed: Distributed
 ) -> Tensor | RowFile:
     """Features of the views of a frozen backbone; all processes compute them, the main one keeps and has them."""
     shape = (len(images), 1 + 2 * config.frozen_views, backbone.feature_dim)
-    arithmetic = f"in pieces of {config.sub_batch_size}" if world.exact else ""
+    arithmetic = f"in pieces of {config.sub_batch_size}" if distributed.exact else ""
     key = features_key(backbone, images, device, config.precision, f"{config.augment} {config.seed} {arithmetic}")
-    found = find_rows(key, shape) if world.main else None
-    if world.from_main(lambda: found is not None):
+    found = find_rows(key, shape) if distributed.main else None
+    if distributed.broadcast_from_main(lambda: found is not None):
         return torch.empty(0, *shape[1:]) if found is None else found
-    rows = view_features(config, backbone, images, device, world)
-    if world.main:
+    rows = view_features(config, backbone, images, device, distributed)
+    if distributed.main:
         return keep_rows(key, shape, rows)
     for _ in rows:
         pass

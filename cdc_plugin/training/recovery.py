@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cdc_plugin.config.schema import RefineConfig, resolve
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.run_folder import read_state
@@ -18,7 +18,7 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 NO_COMPANY = ("connection", "peer", "gloo", "nccl", "barrier", "timed out")
 
 
-def step_back(current: Run, refiner: Refiner) -> None:
+def roll_back(current: Run, refiner: Refiner) -> None:
     """Go on from the last good epoch with lower rates, once; a second time the run ends."""
     config, epoch = current.config, refiner.epoch + 1
     assert config.lr_backbone is not None
@@ -30,7 +30,7 @@ def step_back(current: Run, refiner: Refiner) -> None:
             f"epochs before it are kept in {current.folder}; start anew with "
             f"lr_backbone={config.lr_backbone * slower:g} lr_heads={config.lr_heads * slower:g}, or --freeze-backbone"
         )
-    state = current.world.from_main(lambda: read_state(current.folder))
+    state = current.distributed.broadcast_from_main(lambda: read_state(current.folder))
     assert state is not None
     refiner.restore(state["refiner"])
     refiner.slower, current.setback = SLOWER, epoch
@@ -48,7 +48,7 @@ def setback_warning(epoch: int | None) -> list[dict[str, str]]:
     return [{"kind": "not-finite", "text": text}]
 
 
-def in_words(error: Exception, config: RefineConfig, folder: Path, world: World) -> Exception:
+def explain_error(error: Exception, config: RefineConfig, folder: Path, distributed: Distributed) -> Exception:
     """An error of torch that the user can do something about; any other one as it is."""
     text = str(error).lower()
     if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
@@ -60,7 +60,7 @@ def in_words(error: Exception, config: RefineConfig, folder: Path, world: World)
     if config.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         reason = (str(error).splitlines() or [""])[0][:150]
         return UserError(f"the backbone can not be compiled here ({reason}); leave compile=true out")
-    if world.size > 1 and any(words in text for words in NO_COMPANY):
+    if distributed.size > 1 and any(words in text for words in NO_COMPANY):
         return UserError(
             f"another process of this run has ended; finished epochs are kept in {folder}: start it again with "
             "--resume, or let torchrun do so with --max-restarts"
@@ -68,15 +68,15 @@ def in_words(error: Exception, config: RefineConfig, folder: Path, world: World)
     return error
 
 
-def refuse_other_settings(given: RefineConfig, stored: RefineConfig, images: int, folder: Path) -> None:
+def check_resume_settings(given: RefineConfig, stored: RefineConfig, images: int, folder: Path) -> None:
     """Going on with other settings would give a run that no command describes."""
     default = RefineConfig()
     names = [
         item.name
         for item in dataclasses.fields(RefineConfig)
-        if item.name not in ("out", "device", "augment", "presumed", "track", "on_collapse")
+        if item.name not in ("out", "device", "augment", "from_recipe", "track", "on_collapse")
     ]
-    names = [name for name in names if name not in given.presumed]
+    names = [name for name in names if name not in given.from_recipe]
     asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
     # Sizes beyond the data were cut when the run began; the same command must be taken again.
     size = asked.get("input_size") or stored.input_size or 0

@@ -24,10 +24,10 @@ from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.selection.addons import make_selector
 from cdc_plugin.core.selection.confident import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
-from cdc_plugin.training.device import autocast, generator, own_randomness, rate_factor
-from cdc_plugin.training.distributed import ALONE, World
+from cdc_plugin.training.device import autocast, fork_rng, generator, rate_factor
+from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.exact import sum_gradients
-from cdc_plugin.training.sub_batches import Part, dealt, parts_of
+from cdc_plugin.training.sub_batches import Part, parts_of, plan_shards_of
 from cdc_plugin.training.sync_batchnorm import synchronised
 
 
@@ -35,7 +35,7 @@ from cdc_plugin.training.sync_batchnorm import synchronised
 class Views:
     """One batch: three views of the same B images, or of their features where the backbone is frozen.
 
-    Where several processes train, the views are those of this one's share (see `world.deal`). Where ``plain`` is
+    Where several processes train, the views are those of this one's share (see `distributed.deal`). Where ``plain`` is
     ``weak``, one pass through the backbone serves both.
 
     Args:
@@ -54,7 +54,7 @@ class Views:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class BatchTargets:
     """What a batch is trained towards: pseudo-labels, soft targets (B, C) and the features they belong to."""
 
     selection: Selection
@@ -80,7 +80,7 @@ class Refiner:
     Args:
         images: N, how many there are.
         total_steps: steps of the whole run, for the schedule of the rates.
-        world: the processes that train together.
+        distributed: the processes that train together.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Refiner:
         device: torch.device,
         images: int,
         total_steps: int,
-        world: World = ALONE,
+        distributed: Distributed = SINGLE,
     ) -> None:
         self.backbone = backbone.to(device)
         self.clustering_head = clustering_head.to(device)
         self.calibration_head = calibration_head.to(device)
         assert config.lr_heads is not None
         assert config.lr_backbone is not None
-        self.config, self.device, self.total_steps, self.world = config, device, max(1, total_steps), world
+        self.config, self.device, self.total_steps, self.distributed = config, device, max(1, total_steps), distributed
         groups: list[dict[str, Any]] = [{"params": list(clustering_head.parameters()), "lr": config.lr_heads}]
         if any(True for _ in backbone.parameters()):
             groups.append({"params": list(backbone.parameters()), "lr": config.lr_backbone})
@@ -115,7 +115,7 @@ class Refiner:
         self.calibration = calibrations.get(config.calibration)
         strength = config.calibration_strength
         self.strength = self.calibration.strength if strength is None else strength
-        self.judging_head = self.calibration_head if config.heads == "dual" else self.clustering_head
+        self.target_head = self.calibration_head if config.heads == "dual" else self.clustering_head
         self.epoch = 0
         self.steps = 0
         self.slower = 1.0  # factor on all rates, below 1 after a loss that was not finite
@@ -145,7 +145,7 @@ class Refiner:
             self._refuse_not_finite()
             self.epoch += 1
             self.under_way = _UnderWay(len(current.sizes))
-            if self.judging_head is self.clustering_head:
+            if self.target_head is self.clustering_head:
                 self.calibration_head.load_state_dict(self.clustering_head.state_dict())
             self._agree()
             after_epoch({"epoch": self.epoch, **current.summary(), "lr_factor": self._rate() * self.slower})
@@ -156,8 +156,8 @@ class Refiner:
         self.under_way.sizes += torch.bincount(judged.selection.labels, minlength=len(self.under_way.sizes)).cpu()
 
         clustering_losses, calibration_losses = [], []
-        with own_randomness(randomness, self.device, self.world.rank):  # dropout and stochastic depth
-            for part in parts_of(judged.selection.mask.cpu(), self.config, self.device, self.world):
+        with fork_rng(randomness, self.device, self.distributed.rank):  # dropout and stochastic depth
+            for part in parts_of(judged.selection.mask.cpu(), self.config, self.device, self.distributed):
                 self._set_rates()
                 clustering, calibration = self._step(part, views, judged)
                 clustering_losses.append(clustering)
@@ -176,7 +176,7 @@ class Refiner:
         }
 
     @torch.no_grad()
-    def judge(self, views: Views, randomness: torch.Generator) -> Judgement:
+    def judge(self, views: Views, randomness: torch.Generator) -> BatchTargets:
         """Selection from the weak views, soft targets and features from the plain ones.
 
         Features are taken once a batch, as in the released code; Algorithm 1 computes them again in every
@@ -184,19 +184,19 @@ class Refiner:
         """
         for module in (self.backbone, self.clustering_head, self.calibration_head):
             _judge_by_batch_statistics(module)
-        features = self.world.gather(*self._features(views.plain, views))
+        features = self.distributed.gather(*self._features(views.plain, views))
         probs = F.softmax(self.clustering_head(features), dim=1)
         weak_features = features
         if views.weak is not views.plain:
-            weak_features = self.world.gather(*self._features(views.weak, views))
-        hidden = self.judging_head.hidden(weak_features)  # type: ignore[operator]
-        weak_probs = F.softmax(self.judging_head.logits(hidden), dim=1)  # type: ignore[operator]
+            weak_features = self.distributed.gather(*self._features(views.weak, views))
+        hidden = self.target_head.hidden(weak_features)  # type: ignore[operator]
+        weak_probs = F.softmax(self.target_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
         targets, count = self._targets(probs, features, confidence, randomness)
         selection = self.select(Seen(weak_probs, views.rows.to(self.device), weak_features, hidden))
         for decided in (targets, selection.labels, selection.mask):
-            self.world.agree(decided)
-        return Judgement(selection, targets, features, confidence, count)
+            self.distributed.broadcast_(decided)
+        return BatchTargets(selection, targets, features, confidence, count)
 
     def _targets(
         self, probs: Tensor, features: Tensor, confidence: float, randomness: torch.Generator
@@ -211,21 +211,21 @@ class Refiner:
 
     def _features(self, images: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
         """Features of this process's images, and the places of all processes' ones in the batch."""
-        deal = dealt(len(views.rows), self.config, self.world)
+        deal = plan_shards_of(len(views.rows), self.config, self.distributed)
         # Whole sub-batches: these are the same images, whatever the number of processes.
         parts = -(-len(views.rows) * images.shape[1:].numel() // _JUDGED_AT_ONCE)
         groups = torch.arange(len(deal.sub_batches)).tensor_split(min(parts, len(deal.sub_batches)))
         found, first = [], 0
         for group in groups:
-            rows = deal.together(range(int(group[0]), int(group[-1]) + 1), self.world.rank)
-            last = first + len(rows.shares[self.world.rank])
-            in_step = synchronised(self.world, self.config.sync_batchnorm, rows)
+            rows = deal.together(range(int(group[0]), int(group[-1]) + 1), self.distributed.rank)
+            last = first + len(rows.shares[self.distributed.rank])
+            in_step = synchronised(self.distributed, self.config.sync_batchnorm, rows)
             with autocast(self.device, self.config.precision), in_step:
                 found.append(self.backbone(images[first:last]))
             first = last
         return torch.cat(found).float(), deal.owned
 
-    def _step(self, part: Part, views: Views, judged: Judgement) -> tuple[Tensor, Tensor]:
+    def _step(self, part: Part, views: Views, judged: BatchTargets) -> tuple[Tensor, Tensor]:
         """One step on a sub-batch; returns both losses.
 
         By default each head has a step of its own. A single head, and a calibration head whose gradient reaches
@@ -248,7 +248,7 @@ class Refiner:
         loss = self._clustering_loss(part, views, judged.selection)
         features = judged.features[part.rows]
         if not config.stop_gradient:
-            features = self.world.gather_with_gradient(*self._features(views.plain, views))[part.rows]
+            features = self.distributed.gather_with_gradient(*self._features(views.plain, views))[part.rows]
         calibration = self._calibration_loss(features, targets)
         moved = [self.clustering_optimizer, *([self.calibration_optimizer] if config.heads == "dual" else [])]
         self._descend(loss + calibration, *moved)
@@ -259,14 +259,14 @@ class Refiner:
         self.clustering_head.train()
         images = views.strong_of(part.own)
         with autocast(self.device, self.config.precision):
-            with synchronised(self.world, self.config.sync_batchnorm, part.shared):
+            with synchronised(self.distributed, self.config.sync_batchnorm, part.shared):
                 own = self.backbone(images)
-            logits = self.clustering_head(self.world.gather_with_gradient(own, part.shared.shares))
+            logits = self.clustering_head(self.distributed.gather_with_gradient(own, part.shared.shares))
         return pseudo_label_loss(logits.float(), selection.labels[part.trained], selection.mask[part.trained])
 
     def _calibration_loss(self, features: Tensor, targets: Tensor) -> Tensor:
-        self.judging_head.train()
-        logits, weight = self.judging_head(features), self.config.entropy_weight
+        self.target_head.train()
+        logits, weight = self.target_head(features), self.config.entropy_weight
         return calibration_loss(logits, targets, weight, lambda x, goal: self.calibration.loss(x, goal, self.strength))
 
     def _descend(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
@@ -281,13 +281,13 @@ class Refiner:
     def _sum_gradients(self) -> None:
         """The backbone's gradients of all processes; those of the heads are whole in each."""
         self._forget_noise(self.clustering_head)
-        if self.world.exact:
-            sum_gradients(self.world, self.backbone.parameters())
+        if self.distributed.exact:
+            sum_gradients(self.distributed, self.backbone.parameters())
             return
         gradients = [p.grad for p in self.backbone.parameters() if p.grad is not None]
-        if self.world.size == 1 or not gradients:
+        if self.distributed.size == 1 or not gradients:
             return
-        together = self.world.total(torch.cat([gradient.flatten() for gradient in gradients]))
+        together = self.distributed.total(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view(gradient.shape))
 
@@ -308,10 +308,10 @@ class Refiner:
 
     def _agree(self) -> None:
         """Begin every epoch with the same weights and statistics in all processes."""
-        if self.world.size > 1:
+        if self.distributed.size > 1:
             for module in (self.backbone, self.clustering_head, self.calibration_head):
                 for tensor in module.state_dict().values():
-                    self.world.agree(tensor)
+                    self.distributed.broadcast_(tensor)
 
     def _rate(self) -> float:
         return rate_factor(self.config.schedule, self.steps, self.total_steps)

@@ -13,7 +13,7 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.distributed import ALONE, World
+from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.refiner import Refiner
 
 
@@ -33,7 +33,7 @@ class Run:
     last_epochs: list[torch.Tensor] = dataclasses.field(default_factory=list)  # clusters of some images, see `watch`
     setback: int | None = None  # the epoch in which a loss was not finite, where that has happened
     state: dict[str, Any] | None = None
-    world: World = ALONE
+    distributed: Distributed = SINGLE
 
 
 def state_of(current: Run, refiner: Refiner) -> dict[str, Any]:

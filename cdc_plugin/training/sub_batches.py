@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.config.schema import RefineConfig, sub_batches
-from cdc_plugin.training.distributed import Deal, Rows, World, deal, sizes_of
+from cdc_plugin.training.distributed import Distributed, Rows, ShardPlan, deal, sizes_of
 
-# Neighbours that `worth_training` looks at together. A constant number of them is left out: convolutions on CPUs are
+# Neighbours that `keep_for_training` looks at together. A constant number of them is left out: convolutions on CPUs are
 # prepared anew for every number of images, which took 7 % of an epoch. Small sub-batches are trained whole.
 _BLOCK, _WORTH_SAVING = 4, 32
 
@@ -33,25 +33,25 @@ class Part:
     shared: Rows
 
 
-def dealt(images: int, config: RefineConfig, world: World) -> Deal:
+def plan_shards_of(images: int, config: RefineConfig, distributed: Distributed) -> ShardPlan:
     """How a batch of so many images is shared by the processes."""
     assert config.sub_batch_size is not None
-    return deal(images, sub_batches(images, config.sub_batch_size), world)
+    return deal(images, sub_batches(images, config.sub_batch_size), distributed)
 
 
-def parts_of(trusted: Tensor, config: RefineConfig, device: torch.device, world: World) -> Iterator[Part]:
-    """The sub-batches of a batch; where passes are saved, without a quarter of the images: see `worth_training`.
+def parts_of(trusted: Tensor, config: RefineConfig, device: torch.device, distributed: Distributed) -> Iterator[Part]:
+    """The sub-batches of a batch; where passes are saved, without a quarter of the images: see `keep_for_training`.
 
     Args:
         trusted: (B,) the images that have been selected, on the CPU.
     """
-    deal, first = dealt(len(trusted), config, world), 0
+    deal, first = plan_shards_of(len(trusted), config, distributed), 0
     for rows, shares, pieces in zip(deal.sub_batches, deal.shares, deal.pieces, strict=True):
-        whole, own = slice(int(rows[0]), int(rows[-1]) + 1), shares[world.rank]
+        whole, own = slice(int(rows[0]), int(rows[-1]) + 1), shares[distributed.rank]
         kept = torch.ones_like(rows, dtype=torch.bool)
         # Of fewer than three images, both could be left out.
         if config.passes == "fast" and len(rows) >= _WORTH_SAVING and min(map(len, shares)) >= 3:
-            kept = worth_training(trusted[whole])
+            kept = keep_for_training(trusted[whole])
         views_of = first + torch.arange(len(own))[kept[own]]
         place = kept.cumsum(dim=0) - 1
         trained = Rows([place[share[kept[share]]] for share in shares], sizes_of(pieces[own[kept[own]]]))
@@ -59,7 +59,7 @@ def parts_of(trusted: Tensor, config: RefineConfig, device: torch.device, world:
         first += len(own)
 
 
-def worth_training(trusted: Tensor) -> Tensor:
+def keep_for_training(trusted: Tensor) -> Tensor:
     """The images (b,) of a sub-batch that are trained on: three of four neighbours, always as many of a sub-batch.
 
     An image that is not trusted has no part in the pseudo-label loss, it only adds to the statistics of BatchNorm: it

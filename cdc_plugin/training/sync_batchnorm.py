@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cdc_plugin.training.distributed import Rows, World
+from cdc_plugin.training.distributed import Distributed, Rows
 from cdc_plugin.training.exact import PIECEWISE, piecewise
 
 Totals = Callable[..., list[Tensor]]
 
 
-def synchronised(world: World, asked: bool | None, rows: Rows) -> contextlib.AbstractContextManager:
+def synchronised(distributed: Distributed, asked: bool | None, rows: Rows) -> contextlib.AbstractContextManager:
     """While this is open, BatchNorm layers in train mode take the statistics of all processes' rows together.
 
     All processes must call the same layers in the same order, with at least one row in one of them. torch's own
@@ -33,22 +33,22 @@ def synchronised(world: World, asked: bool | None, rows: Rows) -> contextlib.Abs
         asked: None for wherever there are several processes.
         rows: those that are passed through the network.
     """
-    wanted = world.size > 1 if asked is None else asked
-    return _Synchronised(world, rows) if wanted else contextlib.nullcontext()
+    wanted = distributed.size > 1 if asked is None else asked
+    return _Synchronised(distributed, rows) if wanted else contextlib.nullcontext()
 
 
 class _Synchronised(TorchFunctionMode):
-    def __init__(self, world: World, rows: Rows) -> None:
+    def __init__(self, distributed: Distributed, rows: Rows) -> None:
         super().__init__()
-        self.world, self.rows = world, rows
+        self.distributed, self.rows = distributed, rows
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.batch_norm and _argument(5, "training", False, args, kwargs):
-            totals = partial(_exact_totals if self.world.exact else _totals, self.world, self.rows)
-            return _batch_norm(totals, self.world, *args, **kwargs)
-        if self.world.exact and function in PIECEWISE:
-            return piecewise(self.world, self.rows.pieces, function, args, kwargs)
+            totals = partial(_exact_totals if self.distributed.exact else _totals, self.distributed, self.rows)
+            return _batch_norm(totals, self.distributed, *args, **kwargs)
+        if self.distributed.exact and function in PIECEWISE:
+            return piecewise(self.distributed, self.rows.pieces, function, args, kwargs)
         return function(*args, **kwargs)
 
 
@@ -56,18 +56,18 @@ def _argument(place: int, name: str, default: Any, args: Any, kwargs: Any) -> An
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
-def _totals(world: World, _: Rows, *values: Tensor) -> list[Tensor]:
+def _totals(distributed: Distributed, _: Rows, *values: Tensor) -> list[Tensor]:
     """Sums (C,) of values (n, C, ...) over the rows of all processes."""
-    together = world.total(torch.cat([each.sum(dim=_axes(each)) for each in values]))
+    together = distributed.total(torch.cat([each.sum(dim=_axes(each)) for each in values]))
     return list(together.chunk(len(values)))
 
 
-def _exact_totals(world: World, rows: Rows, *values: Tensor) -> list[Tensor]:
+def _exact_totals(distributed: Distributed, rows: Rows, *values: Tensor) -> list[Tensor]:
     """As `_totals`, bit for bit the same for any number of processes: sums of each row, added in order of the rows."""
-    if len(values[0]) != len(rows.shares[world.rank]):  # rows that are no images, windows say
-        return _totals(world, rows, *(each.double() for each in values))
+    if len(values[0]) != len(rows.shares[distributed.rank]):  # rows that are no images, windows say
+        return _totals(distributed, rows, *(each.double() for each in values))
     sums = [each.sum(dim=_axes(each)[1:]) if each.ndim > 2 else each for each in values]
-    return list(world.gather(torch.stack(sums, dim=1), rows.shares).sum(dim=0, dtype=torch.float64))
+    return list(distributed.gather(torch.stack(sums, dim=1), rows.shares).sum(dim=0, dtype=torch.float64))
 
 
 def _axes(values: Tensor) -> list[int]:
@@ -76,7 +76,7 @@ def _axes(values: Tensor) -> list[int]:
 
 def _batch_norm(
     totals: Totals,
-    world: World,
+    distributed: Distributed,
     rows: Tensor,
     running_mean: Tensor | None,
     running_variance: Tensor | None,
@@ -89,7 +89,7 @@ def _batch_norm(
     """As `torch.nn.functional.batch_norm` in training; the names of the last four are torch's."""
     weight = torch.ones(rows.shape[1], device=rows.device) if weight is None else weight
     bias = torch.zeros_like(weight) if bias is None else bias
-    normalised, mean, variance, count = _Normalised.apply(rows, weight, bias, totals, world, eps)
+    normalised, mean, variance, count = _Normalised.apply(rows, weight, bias, totals, distributed, eps)
     if running_mean is not None and running_variance is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean), momentum)
@@ -103,7 +103,13 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, rows: Tensor, weight: Tensor, bias: Tensor, totals: Totals, world: World, epsilon: float
+        context: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        totals: Totals,
+        distributed: Distributed,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         values = rows.float()
         ones = torch.ones(len(rows), 1, device=rows.device).expand(-1, rows.shape[1])
@@ -113,7 +119,7 @@ class _Normalised(torch.autograd.Function):
         # In two passes, for the sum of squares minus the square of the sum loses digits.
         variance = (totals((values - _across(mean, values)).square())[0] / count).float()
         context.save_for_backward(rows, weight, mean, (variance + epsilon).rsqrt(), count)
-        context.totals, context.world = totals, world
+        context.totals, context.distributed = totals, distributed
         normalised = F.batch_norm(values, mean, variance, weight.float(), bias.float(), False, 0.0, epsilon)
         context.mark_non_differentiable(mean, variance, count)
         return normalised.to(rows.dtype), mean, variance, count
@@ -126,7 +132,7 @@ class _Normalised(torch.autograd.Function):
         of_bias, of_weight = (total.float() for total in context.totals(slope, slope * unit))
         mean_slope, mean_product = (_across(total / count, rows) for total in (of_bias, of_weight))
         of_rows = (slope - mean_slope - unit * mean_product) * _across(weight.float() * inverse, rows)
-        of_weight, of_bias = (context.world.only_main(total).to(weight.dtype) for total in (of_weight, of_bias))
+        of_weight, of_bias = (context.distributed.only_main(total).to(weight.dtype) for total in (of_weight, of_bias))
         return of_rows.to(rows.dtype), of_weight, of_bias, None, None, None
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from cdc_plugin.pipeline import run
 from cdc_plugin.training.inputs import configure
-from cdc_plugin.training.refiner import Judgement, Refiner
+from cdc_plugin.training.refiner import BatchTargets, Refiner
 from tests.helpers.torchrun import Watch, torchrun
 
 FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.csv", "report.json"}
@@ -110,7 +110,7 @@ def alone(folder: Path, words: list[str], resume: bool = False) -> list[torch.Te
     masks: list[torch.Tensor] = []
     judge = Refiner.judge
 
-    def judging(*arguments: Any) -> Judgement:
+    def judging(*arguments: Any) -> BatchTargets:
         found = judge(*arguments)
         masks.append(found.selection.mask.clone())
         return found

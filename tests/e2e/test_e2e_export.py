@@ -149,7 +149,7 @@ def test_our_loader_reads_an_export_back_exactly(spec, to, file, tmp_path):
     assert torch.equal(features(back), features(model.backbone))
     assert back.mean.tolist() == pytest.approx(MEAN)
     assert back.std.tolist() == pytest.approx(STD)
-    assert (back.input_size, back.assumed) == (32, ())
+    assert (back.input_size, back.inferred) == (32, ())
 
 
 def test_export_without_its_description_is_still_read(vit, tmp_path):
@@ -251,10 +251,10 @@ def test_guessed_stem_is_not_passed_on_as_a_fact(tiny_checkpoint, tmp_path):
 
 def test_assumed_statistics_stay_assumed(tmp_path):
     model = clusterer(SHUFFLENET)
-    model.backbone.assumed = ("mean", "std")
+    model.backbone.inferred = ("mean", "std")
     written = export_model(model, "torchvision", tmp_path / "out.pth")
     assert any("does not state mean, std:" in note for note in written.notes)
-    assert load_backbone(tmp_path / "out.pth").assumed == ("mean", "std")
+    assert load_backbone(tmp_path / "out.pth").inferred == ("mean", "std")
 
 
 @pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])

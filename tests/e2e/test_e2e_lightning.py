@@ -131,8 +131,8 @@ def test_mistakes_are_refused_before_the_pretraining(library):
 
 def test_features_are_counted_and_a_normalisation_that_was_not_given_counts_as_assumed():
     backbone = wrap(small_network(), 8, None, None)
-    assert (backbone.feature_dim, backbone.input_size, backbone.assumed) == (8, 8, ("mean", "std"))
-    assert wrap(small_network(), 8, [0.5] * 3, [0.2] * 3).assumed == ()
+    assert (backbone.feature_dim, backbone.input_size, backbone.inferred) == (8, 8, ("mean", "std"))
+    assert wrap(small_network(), 8, [0.5] * 3, [0.2] * 3).inferred == ()
 
 
 @pytest.mark.parametrize("name", lightning_callback.LIBRARIES)

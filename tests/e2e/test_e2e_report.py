@@ -11,7 +11,7 @@ import pytest
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import prediction_table, with_column
 from cdc_plugin.evaluation.report_record import measure_head
-from cdc_plugin.report.page_data import ComparedModel, Findings
+from cdc_plugin.report.page_data import ComparedModel, PageData
 from cdc_plugin.report.run_page import write_comparison, write_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -36,7 +36,7 @@ OVERLAPS = """() => [...document.querySelectorAll('svg.chart')].flatMap(drawing 
 })"""
 
 
-def findings_of(pixels: np.ndarray, labels: np.ndarray | None, clusters: int, name: str) -> Findings:
+def findings_of(pixels: np.ndarray, labels: np.ndarray | None, clusters: int, name: str) -> PageData:
     random = np.random.default_rng(0)
     likely = random.integers(0, clusters, len(pixels)) if labels is None else labels
     logits = (
@@ -46,7 +46,7 @@ def findings_of(pixels: np.ndarray, labels: np.ndarray | None, clusters: int, na
     names = [f"{name} {index}.png" for index in range(len(pixels))]
     figures = measure_head(probs, labels)
     card = dict.fromkeys(("expected_accuracy", "heads_agree", "balance", "stability"), 0.9)
-    return Findings(
+    return PageData(
         title=f"{name} in {clusters} clusters",
         facts=[("images", name)],
         rows=[("k-means on the features", {"ACC": 0.5}, {"ACC": 0.6}), ("calibration head", figures, figures)],

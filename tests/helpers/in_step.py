@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdc_plugin.training import distributed as worlds
+from cdc_plugin.training import distributed as distributed_module
 from cdc_plugin.training.distributed import (
-    World,
+    Distributed,
 )
 
 
@@ -64,7 +64,7 @@ class Silence:
         pytest.fail(f"torch.distributed.{name} was asked for")
 
 
-def in_step(size: int, work: Callable[[World], Any], exact: bool = False) -> list[Any]:
+def in_step(size: int, work: Callable[[Distributed], Any], exact: bool = False) -> list[Any]:
     """What ``work`` gives in each of so many processes."""
     threads, results, errors = Threads(size), [None] * size, {}
 
@@ -72,14 +72,14 @@ def in_step(size: int, work: Callable[[World], Any], exact: bool = False) -> lis
         threads.own.rank = rank
         torch.set_num_threads(1)  # as in the main thread: oneDNN counts for every thread anew
         try:
-            results[rank] = work(World(rank, size, rank, exact))
+            results[rank] = work(Distributed(rank, size, rank, exact))
             threads.exchange("the end")
         except BaseException as error:
             errors[rank] = error
             threads.barrier.abort()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worlds, "dist", threads)
+        patch.setattr(distributed_module, "dist", threads)
         running = [threading.Thread(target=process, args=(rank,), daemon=True) for rank in range(size)]
         for thread in running:
             thread.start()

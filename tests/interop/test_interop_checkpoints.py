@@ -75,7 +75,7 @@ def test_bare_backbones_are_settled_as_they_were_trained(name, mean, std):
     assert found.backbone.spec["stem"] == {"kernel": 3, "stride": 1, "padding": 1, "pool": True}
     assert found.backbone.mean.tolist() == pytest.approx([mean] * 3, abs=0.002)
     assert found.backbone.std.tolist() == pytest.approx([std] * 3, abs=0.002)
-    assert found.backbone.assumed == ("input_size",)
+    assert found.backbone.inferred == ("input_size",)
 
 
 @pytest.mark.parametrize(

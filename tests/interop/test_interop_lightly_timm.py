@@ -38,7 +38,7 @@ def test_features_and_input_are_those_of_the_framework(tmp_path, case):
     assert (found.format, found.matched) == (CASES[case], 1.0)
     assert found.backbone.mean.tolist() == pytest.approx(record["mean"])
     assert found.backbone.std.tolist() == pytest.approx(record["std"])
-    assert found.backbone.input_size == record["input_size"] or "input_size" in found.backbone.assumed
+    assert found.backbone.input_size == record["input_size"] or "input_size" in found.backbone.inferred
     with torch.no_grad():
         torch.testing.assert_close(found.backbone.eval()(inputs), expected, rtol=1e-4, atol=1e-4)
 

@@ -46,7 +46,7 @@ def test_run_folder_alone_gives_the_features_and_all_facts(case):
     found = load_checkpoint(folder)
     backbone = found.backbone
     torch.testing.assert_close(features_of(backbone, inputs), expected, rtol=1e-4, atol=1e-4)
-    assert (found.format, backbone.assumed, found.matched) == ("solo-learn", (), 1.0)
+    assert (found.format, backbone.inferred, found.matched) == ("solo-learn", (), 1.0)
     assert (backbone.feature_dim, backbone.input_size) == (record["feature_dim"], record["input_size"])
     assert backbone.mean.tolist() == pytest.approx(record["mean"])
     assert backbone.std.tolist() == pytest.approx(record["std"])
@@ -60,9 +60,9 @@ def test_file_without_its_arguments_gives_the_same_features_and_says_what_it_ass
     found = load_checkpoint(alone)
     assert found.format == "solo-learn"
     torch.testing.assert_close(features_of(found.backbone, inputs), expected, rtol=1e-4, atol=1e-4)
-    assert {"mean", "std"} <= set(found.backbone.assumed)
+    assert {"mean", "std"} <= set(found.backbone.inferred)
     if found.backbone.spec.get("stem", {}).get("kernel") == 3:
-        assert "stem.padding" in found.backbone.assumed
+        assert "stem.padding" in found.backbone.inferred
         mean, std = (torch.tensor(record[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
         pixels = (inputs * std + mean).mul(255).round().clamp(0, 255).byte()
         settled = settle(found.backbone, pixels).backbone

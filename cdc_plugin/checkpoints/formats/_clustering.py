@@ -52,7 +52,7 @@ class Choice:
 
     fed: Convention
     spec: dict[str, Any]
-    assumed: tuple[str, ...]
+    inferred: tuple[str, ...]
     why: dict[str, str]
 
 
@@ -98,14 +98,14 @@ def choose_convention(
     if others:
         why["input_size"] += ", which the path names" if len(named) == 1 else f"; {others} would fit as well"
     why |= {"mean": why["input_size"], "std": why["input_size"]}
-    assumed: tuple[str, ...] = INPUT_FACTS
+    inferred: tuple[str, ...] = INPUT_FACTS
     if is_small_stem(spec):
         why["stem"] = f"{framework}'s for {chosen.names[0]}"
         if any(other["pool"] != stem["pool"] for other in stems):
             stem |= {"pool_kernel": 2}
-            assumed += ("stem.pool",)
+            inferred += ("stem.pool",)
             why["stem"] += "; its max-pool is told by BatchNorm statistics, images can settle it"
-    return Choice(chosen, {**spec, "stem": stem}, assumed, why)
+    return Choice(chosen, {**spec, "stem": stem}, inferred, why)
 
 
 def choose_for_shortcuts(
@@ -172,7 +172,7 @@ def load_resnet(checkpoint: Checkpoint, wanted: Wanted, choice: Choice) -> tuple
     state, source = checkpoint.state, str(checkpoint.path)
     network, feature_dim, matched = build_with_weights(choice.spec, state, source, wanted.partial)
     fed = choice.fed
-    return Backbone(network, feature_dim, fed.mean, fed.std, fed.size, choice.spec, choice.assumed), matched
+    return Backbone(network, feature_dim, fed.mean, fed.std, fed.size, choice.spec, choice.inferred), matched
 
 
 def layered_head(state: Mapping[str, Tensor], kinds: Sequence[str], inputs: int, source: str) -> LayeredHead:

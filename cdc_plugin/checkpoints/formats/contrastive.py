@@ -54,8 +54,8 @@ def load_cc(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     choice = choose_convention("CC", CC_INPUTS, spec, inner)
     why = choice.why | {"mean": "CC does not normalise", "std": "CC does not normalise"}
     # A small stem is not CC's own, so that its details are open.
-    assumed = ("input_size", *(("stem.pool", "stem.padding") if is_small_stem(spec) else ()))
-    backbone, matched = load_resnet(inner, wanted, replace(choice, assumed=assumed))
+    inferred = ("input_size", *(("stem.pool", "stem.padding") if is_small_stem(spec) else ()))
+    backbone, matched = load_resnet(inner, wanted, replace(choice, inferred=inferred))
     head = _projector(checkpoint, wanted, CC_HEAD, backbone.feature_dim)
     return Loaded(backbone, Origin("CC", describe(choice.spec), stated_epoch(checkpoint), why), (head,), matched)
 
@@ -74,10 +74,10 @@ def load_tcl(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     candidates = (known[stated],) if stated in known else (*cifar_by_clusters(head.clusters), IMAGENET)
     # TCL enlarges small images.
     choice = choose_convention("TCL", [replace(c, size=224) for c in candidates], resnet, inner)
-    fed, why, assumed = choice.fed, choice.why, choice.assumed
+    fed, why, inferred = choice.fed, choice.why, choice.inferred
     if stated in known:
-        why, assumed = dict.fromkeys(INPUT_FACTS, f"TCL's for {stated}, which the run states"), ()
-    backbone = Backbone(network, feature_dim, fed.mean, fed.std, fed.size, spec, assumed)
+        why, inferred = dict.fromkeys(INPUT_FACTS, f"TCL's for {stated}, which the run states"), ()
+    backbone = Backbone(network, feature_dim, fed.mean, fed.std, fed.size, spec, inferred)
     origin = Origin("TCL", describe(spec), stated_epoch(checkpoint), why)
     return Loaded(backbone, origin, (head,), matched)
 

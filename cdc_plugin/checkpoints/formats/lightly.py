@@ -41,11 +41,11 @@ def load_inside(inside: Inside, wanted: Wanted) -> Loaded:
     return load_bare(inside.checkpoint, wanted)
 
 
-def with_input(backbone: Backbone, mean: Any, std: Any, size: int | None, assumed: tuple[str, ...]) -> Backbone:
+def with_input(backbone: Backbone, mean: Any, std: Any, size: int | None, inferred: tuple[str, ...]) -> Backbone:
     """The same backbone, fed otherwise; facts of its network that were open stay so."""
-    still_open = tuple(fact for fact in backbone.assumed if fact not in ("mean", "std", "input_size"))
+    still_open = tuple(fact for fact in backbone.inferred if fact not in ("mean", "std", "input_size"))
     side = size or backbone.input_size
-    return Backbone(backbone.module, backbone.feature_dim, mean, std, side, backbone.spec, (*assumed, *still_open))
+    return Backbone(backbone.module, backbone.feature_dim, mean, std, side, backbone.spec, (*inferred, *still_open))
 
 
 def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) -> Loaded:
@@ -53,13 +53,13 @@ def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) 
     loaded = load_inside(inside, wanted)
     size, why_size = _stated_size(checkpoint), "stated in its hyper-parameters"
     fixed = (loaded.backbone.spec or {}).get("kwargs", loaded.backbone.spec or {})
-    assumed = ["mean", "std"]
+    inferred = ["mean", "std"]
     if "img_size" in fixed or "image_size" in fixed or _has_positions(inside.checkpoint):
         size, why_size = loaded.backbone.input_size, "by its position embeddings"
     elif size is None:
-        assumed.append("input_size")
+        inferred.append("input_size")
         why_size = "usual for this network, the file does not say"
-    backbone = with_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(assumed))
+    backbone = with_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(inferred))
     facts = {"mean": normalised, "std": normalised, "input_size": why_size, "branch": inside.why}
     origin = Origin(writer, loaded.origin.network, _epochs(checkpoint), {**loaded.origin.why, **facts})
     return replace(loaded, backbone=backbone, origin=origin)

@@ -39,8 +39,8 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     mean, std, stated = _normalisation(record)
     why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not say"
     by_positions = any(name in inside.checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
-    assumed = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
-    backbone = with_input(loaded.backbone, mean, std, None, assumed)
+    inferred = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
+    backbone = with_input(loaded.backbone, mean, std, None, inferred)
     facts = {"mean": why, "std": why, "branch": inside.why}
     facts["input_size"] = "by its position embeddings" if by_positions else "usual for this network, nothing says"
     version = record.get("version")
@@ -68,7 +68,7 @@ def _averaged(loaded: Loaded) -> Loaded:
     network, features = build(spec)
     load_strictly(network, weights, "lightly-train's model")
     mean, std = backbone.mean.tolist(), backbone.std.tolist()
-    averaged = Backbone(network, features, mean, std, backbone.input_size, spec, backbone.assumed)
+    averaged = Backbone(network, features, mean, std, backbone.input_size, spec, backbone.inferred)
     why = {**loaded.origin.why, "features": "mean of the patch tokens, as lightly-train embeds"}
     return replace(loaded, backbone=averaged, origin=replace(loaded.origin, why=why))
 

@@ -62,7 +62,7 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
     if weights and all(key.startswith("module.") for key in weights):
         weights = strip_prefix(weights, "module.")
     network, feature_dim, _ = build_with_weights(record["spec"], weights, source)
-    facts = (record["mean"], record["std"], record["input_size"], record["spec"], record.get("assumed", ()))
+    facts = (record["mean"], record["std"], record["input_size"], record["spec"], record.get("inferred", ()))
     return Backbone(network, feature_dim, *facts)
 
 

@@ -142,7 +142,7 @@ def _data_sets(
 
 def _normalised(choice: Choice) -> Choice:
     """MoCo and SPICE-Self normalise all data sets alike, so that mean and std are no guess."""
-    return replace(choice, assumed=tuple(fact for fact in choice.assumed if fact not in ("mean", "std")))
+    return replace(choice, inferred=tuple(fact for fact in choice.inferred if fact not in ("mean", "std")))
 
 
 def _wide(checkpoint: Checkpoint, wanted: Wanted, small: Sequence[Convention]) -> tuple[Backbone, float]:

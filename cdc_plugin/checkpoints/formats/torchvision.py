@@ -135,7 +135,7 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
-    """A backbone from a state dict with torchvision's names; ImageNet's mean and std are assumed.
+    """A backbone from a state dict with torchvision's names; ImageNet's mean and std are inferred.
 
     Args:
         stem: facts of a ResNet's stem that the file tells otherwise than by shapes.
@@ -166,9 +166,9 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     size = spec.get("kwargs", spec).get("image_size")
     if spec["family"] == "torchvision_vit":
         open_facts = ("heads",)
-    assumed = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
+    inferred = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
     backbone = Backbone(
-        network, feature_dim, IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), spec, assumed
+        network, feature_dim, IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), spec, inferred
     )
     why = {"mean": "ImageNet's, the file does not say", "std": "ImageNet's, the file does not say"}
     why["input_size"] = "by its position embeddings" if size else "usual for this network, the file does not say"

@@ -36,10 +36,10 @@ TRUSTED_MISMATCH = 0.4
 # Images that are a little unlike, say some of the classes trained on, still speak against an assumption under which
 # they are so many times further off.
 BEARABLE_MISMATCH, ABSURD = 0.8, 2.0
-# How much worse, as a ratio, the assumed value of a fact must be before another takes its place. Brightness
+# How much worse, as a ratio, the inferred value of a fact must be before another takes its place. Brightness
 # of a few images varies as much as the usual normalisations differ, so that one needs the clearer case.
 CLEAR_STEM, CLEAR_NORMALISATION = 1.2, 1.3
-# Normalisations, beside the assumed one, that go on from the first layer's test to the whole network's.
+# Normalisations, beside the inferred one, that go on from the first layer's test to the whole network's.
 FINALISTS = 2
 # Images of the first comparison and of the second, between variants it left close together: with 32 images
 # the choice between two paddings was seen to go wrong, with 256 it was not.
@@ -52,7 +52,7 @@ class _SeenEnough(Exception):  # noqa: N818  (a way out of a forward pass, not a
 
 
 @dataclass(frozen=True)
-class Settlement:
+class Resolution:
     """The backbone to go on with, and what was compared.
 
     Args:
@@ -102,8 +102,8 @@ def candidate_normalisations(images: Tensor) -> dict[str, Normalisation]:
     return NORMALISATIONS | {"own": pooled, "own_by_channel": by_channel}
 
 
-def settle(backbone: Backbone, images: Tensor) -> Settlement:
-    """Decide the facts in ``backbone.assumed`` that BatchNorm statistics can tell, leave the others alone.
+def settle(backbone: Backbone, images: Tensor) -> Resolution:
+    """Decide the facts in ``backbone.inferred`` that BatchNorm statistics can tell, leave the others alone.
 
     Args:
         images: (N, 3, S, S) in 0..255, as the backbone will see them, better 256 than fewer. Their own
@@ -112,13 +112,13 @@ def settle(backbone: Backbone, images: Tensor) -> Settlement:
     if images.ndim != 4 or images.shape[1] != 3 or len(images) == 0:
         raise UserError(f"expected images of shape (N, 3, S, S), found {tuple(images.shape)}")
     stems = _open_stems(backbone)
-    open_mean = {"mean", "std"} <= set(backbone.assumed)
+    open_mean = {"mean", "std"} <= set(backbone.inferred)
     normalisations = {"given": input_of(backbone)}
     if open_mean:
         normalisations |= candidate_normalisations(images)
     normalisations = without_twins(normalisations)
     if len(stems) * len(normalisations) == 1 or not has_statistics(backbone):
-        return Settlement(backbone, "nothing is open that BatchNorm statistics could tell")
+        return Resolution(backbone, "nothing is open that BatchNorm statistics could tell")
 
     chosen = sample(images, QUICK_LOOK, backbone)
     variants = [(stem, with_stem(backbone, stem)) for stem in stems]
@@ -150,7 +150,7 @@ def _decide(
     normalisations: Mapping[str, Normalisation],
     compared: list[dict[str, Any]],
     open_mean: bool,
-) -> Settlement:
+) -> Resolution:
     best = compared[0]
     facts = [name for name in best if name != "mismatch"]
     given = {"normalisation": "given"} | (backbone.spec or {}).get("stem", {})
@@ -177,8 +177,8 @@ def _decide(
         left = {"given": math.inf} | {row["normalisation"]: row["mismatch"] for row in as_it_is}
         least = min(left, key=lambda name: left[name])
         if left[least] > BEARABLE_MISMATCH or left["given"] < ABSURD * left[least]:
-            return Settlement(backbone, f"{unlike}, so stem and normalisation stay as assumed", **record)
-        value, clear = {**given, "normalisation": least}, set()  # taken, but no more than assumed
+            return Resolution(backbone, f"{unlike}, so stem and normalisation stay as inferred", **record)
+        value, clear = {**given, "normalisation": least}, set()  # taken, but no more than inferred
     mean, std = normalisations[value["normalisation"]]
     stem = {fact: value[fact] for fact in facts if fact != "normalisation"}
     settled: dict[str, Any] = {f"stem.{fact}": value for fact, value in stem.items() if fact in clear}
@@ -194,11 +194,11 @@ def _decide(
         std,
         backbone.input_size,
         spec if backbone.spec is not None else None,
-        assumed=[name for name in backbone.assumed if name not in settled],
+        inferred=[name for name in backbone.inferred if name not in settled],
     )
     changed.train(backbone.training).to(backbone.mean.device)
     words = "by BatchNorm statistics: " + ", ".join(f"{fact} {value[fact]}" for fact in facts)
-    return Settlement(changed, words if trusted else f"{unlike}, but least {words}", settled, **record)
+    return Resolution(changed, words if trusted else f"{unlike}, but least {words}", settled, **record)
 
 
 def _mismatch_of(row: Mapping[str, Any]) -> float:
@@ -212,15 +212,15 @@ def sample(images: Tensor, count: int, backbone: Backbone) -> Tensor:
 
 
 def _open_stems(backbone: Backbone) -> list[dict[str, Any]]:
-    """Every combination of the stem's open facts, the assumed values first; one empty one if none is open."""
+    """Every combination of the stem's open facts, the inferred values first; one empty one if none is open."""
     spec = backbone.spec or {}
     if spec.get("family") != "resnet":
         return [{}]
     choices = {}
     for fact, values in STEM_CHOICES.items():
-        if f"stem.{fact}" in backbone.assumed:
-            assumed = spec["stem"][fact]
-            choices[fact] = (assumed, *(value for value in values if value != assumed))
+        if f"stem.{fact}" in backbone.inferred:
+            inferred = spec["stem"][fact]
+            choices[fact] = (inferred, *(value for value in values if value != inferred))
     guess = pool_by_weights(backbone.module.state_dict())
     if "pool" in choices and guess.clear and "pool_kernel" not in spec["stem"]:  # the guess is for 3x3 pools
         choices["pool"] = (guess.kept,)

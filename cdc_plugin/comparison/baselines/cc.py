@@ -13,7 +13,7 @@ from cdc_plugin.comparison.baselines.cc_losses import cluster_contrast, pair_con
 from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
 from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import generator, own_randomness
+from cdc_plugin.training.device import fork_rng, generator
 
 INSTANCE_DIM = 128
 INSTANCE_TEMPERATURE, CLUSTER_TEMPERATURE = 0.5, 1.0
@@ -23,7 +23,7 @@ def train_cc(task: Task) -> nn.Module:
     """Train by L = L_ins + L_clu (Eq. 7) and return the cluster head, whose softmax CC predicts with."""
     config, size = task.config, task.feature_dim
     assert config.clusters is not None
-    with own_randomness(generator(config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(config.seed, WEIGHTS), task.device):
         instance_head, cluster_head = (
             LayeredHead([["linear", size, size], ["relu"], ["linear", size, outputs]]).to(task.device)
             for outputs in (INSTANCE_DIM, config.clusters)

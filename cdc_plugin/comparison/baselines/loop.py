@@ -2,7 +2,7 @@
 
 How a baseline uses it::
 
-    with own_randomness(generator(config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(config.seed, WEIGHTS), task.device):
         head = LayeredHead([...]).to(task.device)          # the same weights for the same seed
 
     def step(rows, randomness):                            # one sub-batch: (b,) rows of the set, on the CPU
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.task import Task, order_of
-from cdc_plugin.config.schema import RefineConfig, steps_an_epoch, sub_batches
+from cdc_plugin.config.schema import RefineConfig, steps_per_epoch, sub_batches
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import autocast, own_randomness, rate_factor
+from cdc_plugin.training.device import autocast, fork_rng, rate_factor
 
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 
@@ -41,12 +41,14 @@ def train_epochs(task: Task, heads: nn.Module, step: Step) -> dict[str, Tensor]:
     assert epochs is not None
     assert batch is not None
     assert part is not None
-    descent = Descent(task.config, task.device, epochs * steps_an_epoch(task.images, task.config), heads, task.backbone)
+    descent = Descent(
+        task.config, task.device, epochs * steps_per_epoch(task.images, task.config), heads, task.backbone
+    )
     means: dict[str, Tensor] = {}
     for epoch in range(epochs):
         logs = []
         for batch_rows, randomness in order_of(task, epoch, batch):
-            with own_randomness(randomness, task.device):
+            with fork_rng(randomness, task.device):
                 for rows in batch_rows.tensor_split(sub_batches(len(batch_rows), part)):
                     task.backbone.train()
                     heads.train()

@@ -13,7 +13,7 @@ from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.losses import negative_entropy
 from cdc_plugin.core.neighbours import balanced_cross_entropy, consistency_loss, nearest_neighbours, scan_loss
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import generator, own_randomness
+from cdc_plugin.training.device import fork_rng, generator
 
 # SCAN's numbers. Its code trains ten heads on ImageNet and one on smaller sets; they cost next to nothing, so
 # there are always ten here.
@@ -37,7 +37,7 @@ def train_scan(task: Task) -> nn.Module:
     assert clusters is not None
     assert config.sub_batch_size is not None
     neighbours = nearest_neighbours(task.features, NEIGHBOURS).cpu()
-    with own_randomness(generator(config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(config.seed, WEIGHTS), task.device):
         made = [LayeredHead([["linear", task.feature_dim, clusters]]) for _ in range(HEADS)]
     heads = nn.ModuleList(made).to(task.device)
 

@@ -32,7 +32,7 @@ from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import STARTS
 from cdc_plugin.models.heads import CosineHead
-from cdc_plugin.training.device import generator, own_randomness
+from cdc_plugin.training.device import fork_rng, generator
 
 PROJECTION_DIM = 128
 TEMPERATURE = 0.05  # of features and of centres
@@ -96,7 +96,7 @@ def _start(task: Task) -> tuple[CosineHead, Tensor]:
     clusters, size, randomness = task.config.clusters, task.feature_dim, generator(task.config.seed, WEIGHTS)
     assert clusters is not None
     layers: list[list[Any]] = [["linear", size, size], ["batchnorm", size], ["relu"], ["linear", size, PROJECTION_DIM]]
-    with own_randomness(randomness, task.device):
+    with fork_rng(randomness, task.device):
         head = CosineHead(layers, PROJECTION_DIM, clusters, TEMPERATURE).to(task.device)
     update_bn([task.features], head.projection)
     points = F.normalize(head.eval().projection(task.features), dim=1)

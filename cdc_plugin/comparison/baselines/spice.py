@@ -18,7 +18,7 @@ from cdc_plugin.comparison.baselines.spice_losses import double_softmax_loss, pr
 from cdc_plugin.comparison.baselines.task import WEIGHTS, MakeView, Task, order_of
 from cdc_plugin.config.schema import batch_sizes, sub_batches
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import generator, own_randomness
+from cdc_plugin.training.device import fork_rng, generator
 
 # Of SPICE's code: heads, and how often the samples of a batch are trained on before labels are made again.
 HEADS, REPEATS = 10, 8
@@ -36,7 +36,7 @@ def train_spice(task: Task) -> nn.Module:
     assert config.batch_size is not None
     assert config.sub_batch_size is not None
     layers: list[list[Any]] = [["linear", dim, dim], ["relu"], ["linear", dim, config.clusters]]
-    with own_randomness(generator(config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(config.seed, WEIGHTS), task.device):
         heads = nn.ModuleList([LayeredHead(layers) for _ in range(HEADS)]).to(task.device)
     task.backbone.eval()
 

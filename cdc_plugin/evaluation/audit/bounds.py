@@ -30,7 +30,7 @@ def bins_for(answered: int) -> int:
 def calibration_error_by_chance(confidence: NDArray[np.float64], bins: int) -> float:
     """The calibration error that a perfectly calibrated model would show on average, from chance alone.
 
-    An absolute gap can't be negative, so few answers always show one. Answers are drawn again and again with
+    An absolute gap can't be negative, so few answers always show one. ModelOutputs are drawn again and again with
     the stated confidences as their true chances; the same confidences give the same figure.
     """
     randomness = np.random.default_rng(0)

@@ -93,8 +93,8 @@ def write_description(weights: Path, source: Source, spec: dict[str, Any], made:
     """
     file = companion(weights)
     backbone = {"spec": spec, "feature_dim": source.backbone.feature_dim, **source.input_facts()}
-    if source.backbone.assumed:
-        backbone["assumed"] = list(source.backbone.assumed)
+    if source.backbone.inferred:
+        backbone["inferred"] = list(source.backbone.inferred)
     provenance = {"exported_from": source.name, "epochs": source.epochs, **made}
     write_json(
         file,

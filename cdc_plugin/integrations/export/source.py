@@ -67,7 +67,7 @@ def open_source(
         loaded = load_checkpoint(model, format, Wanted(arch=arch))
         head = loaded.heads[-1].eval() if loaded.heads else None  # of two, the calibration head comes last
         source = Source(str(model), loaded.backbone.eval(), head, loaded.origin.epoch)
-    guessed = [fact.removeprefix("stem.") for fact in source.backbone.assumed if fact.startswith("stem.")]
+    guessed = [fact.removeprefix("stem.") for fact in source.backbone.inferred if fact.startswith("stem.")]
     if guessed:
         raise UserError(
             f"{source.name} does not state its stem's {', '.join(guessed)}, which only images can settle; "
@@ -78,7 +78,7 @@ def open_source(
 
 def assumed_note(source: Source) -> tuple[str, ...]:
     """A line on what the checkpoint did not state and the export therefore passes on as an assumption."""
-    facts = source.backbone.assumed
+    facts = source.backbone.inferred
     return (f"{source.name} does not state {', '.join(facts)}: what is usual for it was taken",) if facts else ()
 
 

@@ -32,7 +32,7 @@ from cdc_plugin.report.gallery.thumbnails import (
     make_thumbnails,
     size_within,
 )
-from cdc_plugin.report.page_data import Findings
+from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.words import percent
 
 CARDS_SHARE, PAIRS_SHARE, LOOK_SHARE = 0.76, 0.12, 0.12  # of the bytes of all pictures
@@ -78,7 +78,7 @@ class Reason:
     say: Callable[[int], str]
 
 
-def cluster_cards(findings: Findings, budget: int = BUDGET) -> list[ClusterCard]:
+def cluster_cards(findings: PageData, budget: int = BUDGET) -> list[ClusterCard]:
     """One card a cluster, in order of number; an empty cluster has no pictures.
 
     Args:
@@ -133,7 +133,7 @@ def cluster_cards(findings: Findings, budget: int = BUDGET) -> list[ClusterCard]
     return cards
 
 
-def confused_pairs(findings: Findings, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
+def confused_pairs(findings: PageData, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
     """Pairs of clusters by the number of images expected in the wrong one of the two, most first.
 
     That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Pairs below one
@@ -158,7 +158,7 @@ def confused_pairs(findings: Findings, limit: int = 12, budget: int = BUDGET) ->
     return found
 
 
-def look_first(findings: Findings, limit: int = 48, budget: int = BUDGET) -> list[tuple[Thumbnail, str]]:
+def look_first(findings: PageData, limit: int = 48, budget: int = BUDGET) -> list[tuple[Thumbnail, str]]:
     """Images that repay a look, and why: reasons in turn, clusters in turn within a reason, no image twice."""
     reasons = reasons_to_look(findings)
     cluster = findings.table["cluster"]
@@ -173,7 +173,7 @@ def look_first(findings: Findings, limit: int = 48, budget: int = BUDGET) -> lis
     return [(thumbnail, why[index]) for thumbnail, index in zip(thumbnails, shown, strict=True)]
 
 
-def reasons_to_look(findings: Findings) -> list[Reason]:
+def reasons_to_look(findings: PageData) -> list[Reason]:
     """Four reasons: outliers, images torn between two clusters, those that calibration doubts, and the least sure."""
     table = findings.table
     cluster, confidence = table["cluster"], table["confidence"]
@@ -215,7 +215,7 @@ def reasons_to_look(findings: Findings) -> list[Reason]:
     ]
 
 
-def class_of_clusters(findings: Findings) -> tuple[list[str | None], list[float | None]]:
+def class_of_clusters(findings: PageData) -> tuple[list[str | None], list[float | None]]:
     """For every cluster the name of the class that it stands for, and the share of its images that are of it.
 
     None without labels, and for a cluster that is empty or is left without a class.
@@ -242,11 +242,11 @@ def pictures_of_a_kind(clusters: int, budget: int) -> int:
     return max(min(MANY, max(PICTURES // kinds, FEW), affordable), 1)
 
 
-def _column(findings: Findings, name: str) -> NDArray[Any] | None:
+def _column(findings: PageData, name: str) -> NDArray[Any] | None:
     return findings.table[name] if name in (findings.table.dtype.names or ()) else None
 
 
-def _second_confidence(findings: Findings) -> Reals:
+def _second_confidence(findings: PageData) -> Reals:
     return findings.probs[np.arange(len(findings.table)), findings.table["second_cluster"]]
 
 

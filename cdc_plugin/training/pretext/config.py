@@ -182,7 +182,7 @@ def resolve(config: PretrainConfig, images: int, input_size: int) -> PretrainCon
     return config
 
 
-def steps_an_epoch(config: PretrainConfig, images: int) -> int:
+def steps_per_epoch(config: PretrainConfig, images: int) -> int:
     return len(batch_sizes(images, config.batch_size))
 
 

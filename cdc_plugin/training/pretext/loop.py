@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import autocast, generator, own_randomness
+from cdc_plugin.training.device import autocast, fork_rng, generator
 from cdc_plugin.training.pretext.config import PretrainConfig
 from cdc_plugin.training.pretext.methods import Pretext
 
@@ -32,13 +32,13 @@ def spread(embedding: Tensor) -> float:
 class Pretrainer:
     """A pretext task, its optimiser and the number of finished epochs: all that a run changes."""
 
-    def __init__(self, task: Pretext, config: PretrainConfig, device: torch.device, steps_an_epoch: int) -> None:
+    def __init__(self, task: Pretext, config: PretrainConfig, device: torch.device, steps_per_epoch: int) -> None:
         assert config.epochs is not None
         assert config.warmup_epochs is not None
         self.task = task.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.config, self.device = config, device
-        self.total_steps = config.epochs * steps_an_epoch
-        self.warmup_steps = config.warmup_epochs * steps_an_epoch
+        self.total_steps = config.epochs * steps_per_epoch
+        self.warmup_steps = config.warmup_epochs * steps_per_epoch
         self.base_lr = config.lr * config.batch_size / 256
         self.optimizer = _optimizer(task, config, self.base_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
@@ -55,13 +55,13 @@ class Pretrainer:
         assert self.config.epochs is not None
         if self.steps == 0:
             self.task.train()
-            with own_randomness(generator(self.config.seed, LAYERS, -1), self.device):
+            with fork_rng(generator(self.config.seed, LAYERS, -1), self.device):
                 self.task.prepare(batches(-1))
         while self.epoch < self.config.epochs:
             randomness = generator(self.config.seed, LAYERS, self.epoch)
             logs = []
             for first, second in batches(self.epoch):
-                with own_randomness(randomness, self.device):
+                with fork_rng(randomness, self.device):
                     logs.append(self.step(first, second))
                 after_batch(logs[-1])
             self.epoch += 1

@@ -21,7 +21,7 @@ from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import choose_device, generator, own_randomness, write_atomically
+from cdc_plugin.training.device import choose_device, fork_rng, generator, write_atomically
 from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
     TITLES,
@@ -30,7 +30,7 @@ from cdc_plugin.training.pretext.config import (
     load_pretrain_config,
     resolve,
     shipped_recipe,
-    steps_an_epoch,
+    steps_per_epoch,
     to_yaml,
 )
 from cdc_plugin.training.pretext.methods import METHODS, Sizes, require_lightly
@@ -157,7 +157,7 @@ def train(
     assert config.mean is not None
     assert config.std is not None
     assert config.epochs is not None
-    with own_randomness(generator(config.seed, loop.WEIGHTS), device):
+    with fork_rng(generator(config.seed, loop.WEIGHTS), device):
         backbone = fresh_backbone(config.arch, config.input_size, config.mean, config.std)
         sizes = Sizes(
             config.hidden,
@@ -168,14 +168,14 @@ def train(
             config.output_norm,
         )
         task = METHODS[config.method](backbone, sizes)
-    trainer = loop.Pretrainer(task, config, device, steps_an_epoch(config, len(images)))
+    trainer = loop.Pretrainer(task, config, device, steps_per_epoch(config, len(images)))
     history: list[dict[str, float]] = []
     if state is not None:
         trainer.restore(state["trainer"])
         history = state["history"]
     network = describe(backbone.spec)
     log.info("%s on %d images of %d px: %s", TITLES[config.method], len(images), config.input_size, network)
-    bar = PretextProgress(trainer.epoch, config, steps_an_epoch(config, len(images)))
+    bar = PretextProgress(trainer.epoch, config, steps_per_epoch(config, len(images)))
 
     def after_epoch(stats: dict[str, float]) -> None:
         history.append(bar.after_epoch(stats))

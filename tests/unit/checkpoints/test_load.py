@@ -56,7 +56,7 @@ def test_bare_resnet_is_rebuilt_from_its_shapes(tmp_path):
     assert backbone.spec == SPEC
     assert (backbone.feature_dim, backbone.input_size) == (size, 32)
     assert torch.equal(features(backbone), features(network))
-    assert {"mean", "std", "input_size", "stem.pool", "stem.padding", "stem.stride"} == set(backbone.assumed)
+    assert {"mean", "std", "input_size", "stem.pool", "stem.padding", "stem.stride"} == set(backbone.inferred)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_official_resnet_gives_the_input_of_its_classifier(tmp_path):
     network.fc = torch.nn.Identity()
     assert torch.equal(features(backbone), features(network))
     assert backbone.input_size == 224
-    assert backbone.assumed == ("mean", "std", "input_size")
+    assert backbone.inferred == ("mean", "std", "input_size")
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "mobilenet_v3_small"])
@@ -185,7 +185,7 @@ def test_result_folder_gives_its_backbone_and_states_its_input(tmp_path):
         backbone = load_backbone(path)
         assert torch.equal(features(backbone), features(network))
         assert backbone.mean.tolist() == pytest.approx([0.1] * 3)
-        assert (backbone.input_size, backbone.assumed) == (28, ())
+        assert (backbone.input_size, backbone.inferred) == (28, ())
     description, tensors = read_native(tmp_path)
     assert description["version"] == 1
     assert "clustering_head.w" in tensors

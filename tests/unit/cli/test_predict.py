@@ -175,9 +175,9 @@ def test_without_a_wish_there_is_no_column_of_selected_images(capsys, model, pho
 def test_an_old_models_confidence_is_called_what_it_is(capsys, model, photos, tmp_path, monkeypatch):
     import cdc_plugin.evaluation.models
 
-    opened = cdc_plugin.evaluation.models.open_subject(model)
+    opened = cdc_plugin.evaluation.models.open_model(model)
     opened.model.clustering_head = opened.model.calibration_head
-    monkeypatch.setattr(cdc_plugin.evaluation.models, "open_subject", lambda path, head: opened)
+    monkeypatch.setattr(cdc_plugin.evaluation.models, "open_model", lambda path, head: opened)
     predict_command(["--model", str(model), "--data", str(photos), "--out", str(tmp_path / "a.csv"), "--device", "cpu"])
     assert "its confidence is that of the old model as it is" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from cdc_plugin.data.row_file import SEAL, RowFile, RowPart, RowWriter, in_words, open_whole
+from cdc_plugin.data.row_file import SEAL, RowFile, RowPart, RowWriter, format_bytes, open_whole
 from cdc_plugin.errors import UserError
 
 ROWS = np.arange(20 * 3 * 2, dtype=np.float32).reshape(20, 3, 2)
@@ -158,7 +158,7 @@ def test_what_is_not_there_is_not_there_without_a_word(tmp_path, caplog):
 
 
 def test_sizes_are_said_as_people_say_them():
-    assert [in_words(size) for size in (0, 3000, 83 << 20, 3 << 29)] == ["0 bytes", "3 KB", "83 MB", "1.5 GB"]
+    assert [format_bytes(size) for size in (0, 3000, 83 << 20, 3 << 29)] == ["0 bytes", "3 KB", "83 MB", "1.5 GB"]
 
 
 def _put_second_half(temporary):

@@ -209,12 +209,12 @@ def test_facts_that_a_checkpoint_leaves_open_are_settled_by_the_images(scan_chec
     asked = []
 
     def settle(backbone, images):
-        asked.append((backbone.assumed, len(images)))
+        asked.append((backbone.inferred, len(images)))
         return backbone
 
-    monkeypatch.setattr(assessment, "settle_assumptions", settle)
+    monkeypatch.setattr(assessment, "resolve_input", settle)
     evaluate(scan_checkpoint, archive, out=tmp_path / "out", device="cpu")
-    assert asked == [(load_model(scan_checkpoint).backbone.assumed, 60)]
+    assert asked == [(load_model(scan_checkpoint).backbone.inferred, 60)]
 
 
 def test_distances_are_in_the_table_of_a_model_that_has_prototypes(finished, digits, tmp_path):

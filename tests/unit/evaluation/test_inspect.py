@@ -58,7 +58,7 @@ def test_facts_of_a_bare_state_dict_say_what_is_assumed_and_why(tiny_checkpoint)
     assert (found["format"], found["feature_dim"], found["heads"]) == ("torchvision", 8, [])
     assert found["weights"]["matched"] == 1.0
     assert found["file"]["bytes"] == tiny_checkpoint.stat().st_size
-    assert {"mean", "std", "input_size"} <= set(found["input"]["assumed"])
+    assert {"mean", "std", "input_size"} <= set(found["input"]["inferred"])
     assert {"mean", "std", "input_size"} <= set(found["why"])
     assert found["branches"] == ["online"]
     assert "images" not in found

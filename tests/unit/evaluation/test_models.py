@@ -6,7 +6,7 @@ import torch
 
 from cdc_plugin.config.schema import RefineConfig, to_yaml
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.models import Subject, distinct_names, open_subject
+from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
 from cdc_plugin.models.clusterer import Clusterer, load_model
 from cdc_plugin.models.heads import ClusterHead
 
@@ -31,7 +31,7 @@ def scan(scan_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("inside", ["", "model.safetensors", "last.pt"])
 def test_a_result_is_opened_with_what_its_run_wrote(result, inside):
-    subject = open_subject(result / inside)
+    subject = open_model(result / inside)
     assert (subject.name, subject.writer, subject.heads, subject.foreign) == ("photos", "cdc-refine", 2, False)
     assert subject.run is not None
     assert (subject.run.digest, subject.run.config.seed, subject.run.config.data) == ("abc", 4, "d.npz")
@@ -43,31 +43,29 @@ def test_a_result_is_opened_with_what_its_run_wrote(result, inside):
 def test_a_model_alone_has_no_run(result):
     for name in ("config.yaml", "metrics.jsonl", "report.json", "last.pt"):
         (result / name).unlink()
-    assert open_subject(result).run is None
+    assert open_model(result).run is None
 
 
 def test_what_a_run_wrote_beside_its_model_may_be_damaged(result):
     (result / "report.json").write_text("{")
     (result / "metrics.jsonl").write_text("no JSON")
-    run = open_subject(result).run
+    run = open_model(result).run
     assert run is not None
     assert (run.report, run.history) == ({}, [])
 
 
 def test_a_checkpoint_of_others_has_one_head_and_keeps_what_was_said_of_it(scan):
-    subject = open_subject(scan, head=0)
+    subject = open_model(scan, head=0)
     assert (subject.name, subject.heads, subject.foreign, subject.run) == ("model", 1, True, None)
     assert subject.options == ("--head", "0")
     assert "SCAN" in subject.writer
     assert "stem 3x3" in subject.network
-    assert not torch.equal(
-        subject.model.calibration_head[0].weight, open_subject(scan).model.calibration_head[0].weight
-    )
+    assert not torch.equal(subject.model.calibration_head[0].weight, open_model(scan).model.calibration_head[0].weight)
 
 
 def test_a_model_given_in_python_is_taken_as_it_is(result):
     model = load_model(result)
-    subject = open_subject(model)
+    subject = open_model(model)
     assert subject.model is model
     assert (subject.path, subject.foreign) == (None, False)
 
@@ -77,36 +75,36 @@ def test_an_unfinished_run_is_refused_with_how_far_it_is_and_how_to_go_on(result
     (result / "model.json").unlink()
     (result / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"unfinished run \(epoch 2 of 9\).*cdc-refine --resume --out \S*photos$"):
-        open_subject(result / given)
+        open_model(result / given)
 
 
 def test_the_settings_of_somebody_else_are_not_taken_for_an_unfinished_run(scan):
     (scan.parent / "config.yaml").write_text("optimizer: sgd\n")
-    assert open_subject(scan.parent).writer == "SCAN (clustering)"
+    assert open_model(scan.parent).writer == "SCAN (clustering)"
 
 
 def test_a_missing_model_is_told_with_what_is_near(result):
     with pytest.raises(UserError, match=r"there is no model .*photo; .* has photos; give"):
-        open_subject(result.parent / "photo")
+        open_model(result.parent / "photo")
 
 
 def test_a_backbone_without_clusters_is_refused(tiny_checkpoint):
     with pytest.raises(UserError, match="no clustering head; refine it first: cdc-refine --backbone"):
-        open_subject(tiny_checkpoint)
+        open_model(tiny_checkpoint)
 
 
 def test_models_called_alike_are_told_apart_by_their_folders_or_numbers(scan, tmp_path):
     (tmp_path / "other").mkdir()
     shutil.copy(scan, tmp_path / "other")
-    first, second = open_subject(scan), open_subject(tmp_path / "other" / scan.name)
+    first, second = open_model(scan), open_model(tmp_path / "other" / scan.name)
     assert distinct_names([first]) == ["model"]
     assert distinct_names([first, second]) == [tmp_path.name, "other"]
     assert distinct_names([first, first]) == [tmp_path.name, f"{tmp_path.name}-2"]
-    given = Subject("model", None, first.model, "the caller")
+    given = EvaluatedModel("model", None, first.model, "the caller")
     assert distinct_names([given, second]) == ["model", "other"]
 
 
 def test_a_run_that_could_not_start_is_told_by_its_log(tmp_path):
     (tmp_path / "train.log").write_text("no images")
     with pytest.raises(UserError, match="only the log of a run that could not start"):
-        open_subject(tmp_path)
+        open_model(tmp_path)

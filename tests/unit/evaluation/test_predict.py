@@ -78,9 +78,9 @@ def test_a_model_with_prototypes_flags_images_beyond_their_limit(model, digits):
 
 def test_facts_that_a_checkpoint_leaves_open_are_settled_on_a_sample_of_the_images(model, digits, monkeypatch):
     seen = []
-    monkeypatch.setattr(prediction, "settle_assumptions", lambda backbone, images: seen.append(images) or backbone)
+    monkeypatch.setattr(prediction, "resolve_input", lambda backbone, images: seen.append(images) or backbone)
     predict_images(model, digits[0], CPU)
-    model.backbone.assumed = ("mean", "std")
+    model.backbone.inferred = ("mean", "std")
     predict_images(model, digits[0], CPU)
     assert [len(images) for images in seen] == [64, 200]
     assert (seen[0].images[-1] == digits[0][-1]).all()

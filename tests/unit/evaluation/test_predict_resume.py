@@ -16,7 +16,7 @@ from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation import predict_resume as prediction_parts
 from cdc_plugin.evaluation.predict import Prediction, Predictor, predict_images, prepare
 from cdc_plugin.evaluation.predict_resume import fingerprint, predict_in_parts
-from cdc_plugin.training.distributed import ALONE, World
+from cdc_plugin.training.distributed import SINGLE, Distributed
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def interrupt(monkeypatch, after: int) -> None:
 def test_the_table_does_not_depend_on_parts_or_batches(tiny_clusterer, photos, kept, size):
     (photos / "image 009.png").write_bytes(b"x")
     tiny_clusterer.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.99999)
-    found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, size), kept, ALONE)
+    found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, size), kept, SINGLE)
     assert_same(found, predict_images(tiny_clusterer, photos, CPU, 30))
     assert len(list(kept.glob("*.npz"))) == 4
 
@@ -94,26 +94,26 @@ def test_after_a_fault_finished_parts_are_not_computed_again(predictor, kept, co
     with monkeypatch.context() as fault:
         interrupt(fault, after=5)
         with pytest.raises(KeyboardInterrupt):
-            predict_in_parts(predictor, kept, ALONE)
+            predict_in_parts(predictor, kept, SINGLE)
     assert len(list(kept.glob("*.npz"))) == 2
     computed.clear()
-    found = predict_in_parts(predictor, kept, ALONE)
+    found = predict_in_parts(predictor, kept, SINGLE)
     assert computed == [4, 4, 4, 2]  # 14 of 30 images
     assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
 
 
 def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, computed):
-    expected = predict_in_parts(predictor, kept, ALONE)
+    expected = predict_in_parts(predictor, kept, SINGLE)
     assert expected is not None
     table = expected.table
     sorted(kept.glob("*.npz"))[1].unlink()
     computed.clear()
-    found = predict_in_parts(predictor, kept, ALONE)
+    found = predict_in_parts(predictor, kept, SINGLE)
     assert computed == [4, 4]
     assert found is not None
     assert (found.table == table).all()
     computed.clear()
-    predict_in_parts(predictor, kept, ALONE)
+    predict_in_parts(predictor, kept, SINGLE)
     assert computed == []
 
 
@@ -122,7 +122,7 @@ def test_another_model_other_images_or_another_part_size_begin_anew(
 ):
     def images_computed(predictor: Predictor) -> int:
         computed.clear()
-        predict_in_parts(predictor, kept, ALONE)
+        predict_in_parts(predictor, kept, SINGLE)
         return sum(computed)
 
     assert images_computed(predictor) == 30
@@ -182,9 +182,9 @@ def test_unreadable_images_of_a_finished_part_are_remembered(tiny_clusterer, pho
     with monkeypatch.context() as fault:
         interrupt(fault, after=3)
         with pytest.raises(KeyboardInterrupt):
-            predict_in_parts(predictor, kept, ALONE)
+            predict_in_parts(predictor, kept, SINGLE)
     assert len(list(kept.glob("*.npz"))) == 2
-    found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, 4), kept, ALONE)
+    found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, 4), kept, SINGLE)
     assert_same(found, predict_images(tiny_clusterer, photos, CPU))
     assert found is not None
     assert len(found.skipped) == 10
@@ -193,7 +193,7 @@ def test_unreadable_images_of_a_finished_part_are_remembered(tiny_clusterer, pho
 def test_images_that_vanish_while_others_are_sorted_are_skipped_with_the_reason(predictor, photos, kept):
     for number in range(20, 30):
         (photos / f"image {number:03d}.png").unlink()
-    found = predict_in_parts(predictor, kept, ALONE)
+    found = predict_in_parts(predictor, kept, SINGLE)
     assert found is not None
     assert found.places.tolist() == list(range(20))
     assert [name for name, _ in found.skipped] == [f"image {number:03d}.png" for number in range(20, 30)]
@@ -204,12 +204,12 @@ def test_images_that_have_all_vanished_are_refused(predictor, photos, kept):
     for path in photos.iterdir():
         path.unlink()
     with pytest.raises(UserError, match="none of the 30 images"):
-        predict_in_parts(predictor, kept, ALONE)
+        predict_in_parts(predictor, kept, SINGLE)
     assert not kept.exists()
 
 
 def test_a_single_part_leaves_nothing_on_disk(tiny_clusterer, digits, kept):
-    found = predict_in_parts(prepare(tiny_clusterer, digits[0][:8], CPU, 4), kept, ALONE)
+    found = predict_in_parts(prepare(tiny_clusterer, digits[0][:8], CPU, 4), kept, SINGLE)
     assert_same(found, predict_images(tiny_clusterer, digits[0][:8], CPU))
     assert not kept.exists()
 
@@ -217,12 +217,12 @@ def test_a_single_part_leaves_nothing_on_disk(tiny_clusterer, digits, kept):
 def test_nonsense_is_refused_before_it_is_kept(predictor, kept):
     predictor.model.calibration_head[-1].bias.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        predict_in_parts(predictor, kept, ALONE)
+        predict_in_parts(predictor, kept, SINGLE)
     assert not kept.exists()
 
 
 def test_tables_in_parts_are_the_whole_table_with_more_columns(predictor, kept):
-    found = predict_in_parts(predictor, kept, ALONE)
+    found = predict_in_parts(predictor, kept, SINGLE)
     assert found is not None
     tables = list(found.tables(selected=np.arange(30) % 2 == 0))
     assert [len(table) for table in tables] == [8, 8, 8, 6]
@@ -232,13 +232,13 @@ def test_tables_in_parts_are_the_whole_table_with_more_columns(predictor, kept):
 
 
 @dataclass(frozen=True)
-class Turn(World):
+class Turn(Distributed):
     """One of several processes that have their turns one after the other: the first says what all of them hear."""
 
     said: list[Any] = field(default_factory=list)
     heard: list[int] = field(default_factory=list)
 
-    def from_main(self, make: Callable[[], Any]) -> Any:
+    def broadcast_from_main(self, make: Callable[[], Any]) -> Any:
         if len(self.heard) == len(self.said):
             self.said.append(make())
         self.heard.append(1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.quality import WATCHED, Evidence, assess, see_anew, watch
+from cdc_plugin.evaluation.quality import WATCHED, Evidence, assess, predict_augmented, watch
 from cdc_plugin.models.clusterer import Clusterer, view_settings
 from cdc_plugin.models.heads import ClusterHead
 
@@ -181,7 +181,7 @@ def test_the_same_images_are_watched_every_time_and_training_state_does_not_move
 def test_seen_anew_means_another_view_of_the_same_images(model, digits, randomness):
     images = ImageSet(digits[0], [str(index) for index in range(len(digits[0]))])
     mild = view_settings(model.backbone, flip=False, crop_scale=1.0)
-    chosen, clusters = see_anew(model, images, mild, torch.device("cpu"), "float32", randomness)
+    chosen, clusters = predict_augmented(model, images, mild, torch.device("cpu"), "float32", randomness)
     assert chosen.tolist() == list(range(200))
     plain = watch(model, images, torch.device("cpu"), "float32")
     assert (clusters == plain).float().mean() > 0.8

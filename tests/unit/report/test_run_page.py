@@ -15,7 +15,7 @@ from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import prediction_table, with_column
 from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.report.outside_table import outside_rows
-from cdc_plugin.report.page_data import ComparedModel, Findings
+from cdc_plugin.report.page_data import ComparedModel, PageData
 from cdc_plugin.report.run_page import render_comparison, render_page, write_comparison, write_page
 from cdc_plugin.report.tables import before_after_table, side_by_side_table
 from cdc_plugin.report.words import cluster_words, headline, outlier_words, percent, shorten
@@ -59,14 +59,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def findings(digits) -> Findings:
+def findings(digits) -> PageData:
     pixels, labels = digits
     random = np.random.default_rng(0)
     logits = random.normal(size=(200, 10)) + 4 * np.eye(10)[labels]
     probs = (np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)).astype(np.float32)
     names = [f"image {index}.png" for index in range(200)]
     figures = measure_head(probs, labels)
-    return Findings(
+    return PageData(
         title="digits in 10 clusters",
         facts=[("images", "200")],
         rows=[("clustering head", {**figures, "ECE": 0.3}, figures)],
@@ -82,11 +82,11 @@ def findings(digits) -> Findings:
     )
 
 
-def page_of(findings: Findings) -> Page:
+def page_of(findings: PageData) -> Page:
     return Page(render_page(findings, date(2025, 1, 2)))
 
 
-def unlabelled(findings: Findings) -> Findings:
+def unlabelled(findings: PageData) -> PageData:
     figures = measure_head(findings.probs, None)
     return replace(
         findings,
@@ -96,7 +96,7 @@ def unlabelled(findings: Findings) -> Findings:
     )
 
 
-def models(findings: Findings) -> list[ComparedModel]:
+def models(findings: PageData) -> list[ComparedModel]:
     figures = measure_head(findings.probs, findings.images.labels)
     worse = {**figures, "ACC": 0.1}
     return [

@@ -17,9 +17,9 @@ from cdc_plugin.data.views import make_views, strong_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import prepare as preparation
 from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views, view_features
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.refiner import Views
-from cdc_plugin.training.sub_batches import dealt
+from cdc_plugin.training.sub_batches import plan_shards_of
 from tests.helpers.in_step import in_step
 
 CPU = torch.device("cpu")
@@ -139,13 +139,13 @@ def test_processes_make_the_views_of_their_share_as_one_process_would(tiny_backb
     config, chosen = settings(passes="full"), torch.randperm(40, generator=seeded())[:31]
     alone = fresh_views(config, tiny_backbone, images, CPU)(chosen, seeded(7))
 
-    def work(world: World) -> list[Tensor]:
-        views = fresh_views(config, tiny_backbone, images, CPU, world)(chosen, seeded(7))
+    def work(distributed: Distributed) -> list[Tensor]:
+        views = fresh_views(config, tiny_backbone, images, CPU, distributed)(chosen, seeded(7))
         assert torch.equal(views.rows, chosen)
-        owned = dealt(31, config, world).owned
-        own = torch.arange(len(owned[world.rank]))
+        owned = plan_shards_of(31, config, distributed).owned
+        own = torch.arange(len(owned[distributed.rank]))
         assert len(views.plain) == len(own)
-        return [world.gather(each, owned) for each in (views.plain, views.weak, views.strong_of(own))]
+        return [distributed.gather(each, owned) for each in (views.plain, views.weak, views.strong_of(own))]
 
     expected = [alone.plain, alone.weak, alone.strong_of(torch.arange(31))]
     for found in in_step(size, work, exact):
@@ -175,10 +175,10 @@ def test_features_of_views_are_the_same_bits_in_any_number_of_processes(tiny_bac
     several = open_images(np.concatenate([digits[0], digits[0]])[:258], 32)  # the last part has two images
     config = settings(freeze_backbone=True, frozen_views=1, sync_batchnorm=True)
 
-    def work(world: World) -> Tensor:
-        return torch.cat(list(view_features(config, tiny_backbone, several, CPU, world)))
+    def work(distributed: Distributed) -> Tensor:
+        return torch.cat(list(view_features(config, tiny_backbone, several, CPU, distributed)))
 
-    expected = work(World(exact=True))
+    expected = work(Distributed(exact=True))
     for found in in_step(size, work, exact=True):
         assert torch.equal(found, expected)
 
@@ -210,13 +210,15 @@ def test_features_of_views_that_another_arithmetic_has_made_are_not_taken_from_t
 ):
     monkeypatch.setenv("CDC_CACHE", str(tmp_path))
     config = settings(freeze_backbone=True, frozen_views=1, sync_batchnorm=True)
-    made: list[World] = []
+    made: list[Distributed] = []
 
-    def making(config: RefineConfig, backbone: Any, images: ImageSet, device: torch.device, world: World) -> Any:
-        made.append(world)
-        return view_features(config, backbone, images, device, world)
+    def making(
+        config: RefineConfig, backbone: Any, images: ImageSet, device: torch.device, distributed: Distributed
+    ) -> Any:
+        made.append(distributed)
+        return view_features(config, backbone, images, device, distributed)
 
     monkeypatch.setattr(preparation, "view_features", making)
-    for world in (World(), World(), World(exact=True)):
-        preparation.frozen_views(config, tiny_backbone, images, CPU, world)
-    assert made == [World(), World(exact=True)]
+    for distributed in (Distributed(), Distributed(), Distributed(exact=True)):
+        preparation.frozen_views(config, tiny_backbone, images, CPU, distributed)
+    assert made == [Distributed(), Distributed(exact=True)]

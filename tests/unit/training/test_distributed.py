@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cdc_plugin.config.schema import RefineConfig, sub_batches
 from cdc_plugin.errors import UserError
-from cdc_plugin.training import distributed as worlds
+from cdc_plugin.training import distributed as distributed_module
 from cdc_plugin.training.distributed import (
-    ALONE,
     MOST_EXACT,
     NEIGHBOURS,
     PIECES,
-    World,
+    SINGLE,
+    Distributed,
     deal,
     joined,
     restarted,
@@ -39,41 +39,41 @@ def near_equal(counts: list[int]) -> bool:
 
 
 def test_whole_runs_of_32_neighbours_are_shared_by_hand():
-    shares = World(size=2).shares_of(100)
+    shares = Distributed(size=2).shares_of(100)
     assert [(int(share[0]), int(share[-1])) for share in shares] == [(0, 63), (64, 99)]
-    assert [len(share) for share in World(size=3).shares_of(40)] == [32, 8, 0]
-    assert World(rank=1, size=3).share_of(40).tolist() == list(range(32, 40))
+    assert [len(share) for share in Distributed(size=3).shares_of(40)] == [32, 8, 0]
+    assert Distributed(rank=1, size=3).share_of(40).tolist() == list(range(32, 40))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_of_any_number_of_images_none_is_lost_and_none_has_two_owners(size):
     for count in COUNTS:
-        shares = World(size=size).shares_of(count)
+        shares = Distributed(size=size).shares_of(count)
         assert len(shares) == size
         assert ordered(shares, count)
         assert near_equal([-(-len(share) // NEIGHBOURS) for share in shares])
         # However many processes there are, 32 neighbours are seen together.
         assert all(int(share[0]) % NEIGHBOURS == 0 for share in shares if len(share))
-        ranks = [World(rank, size).share_of(count) for rank in range(size)]
+        ranks = [Distributed(rank, size).share_of(count) for rank in range(size)]
         assert all(torch.equal(*pair) for pair in zip(ranks, shares, strict=True))
 
 
 def test_a_batch_is_dealt_by_hand():
-    dealt = deal(10, 2, World(size=2))
-    assert [rows.tolist() for rows in dealt.sub_batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert [[own.tolist() for own in shares] for shares in dealt.shares] == [[[0, 1, 2], [3, 4]]] * 2
-    assert [own.tolist() for own in dealt.owned] == [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]
-    second = dealt.together(range(1, 2), rank=1)
+    plan_shards_of = deal(10, 2, Distributed(size=2))
+    assert [rows.tolist() for rows in plan_shards_of.sub_batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [[own.tolist() for own in shares] for shares in plan_shards_of.shares] == [[[0, 1, 2], [3, 4]]] * 2
+    assert [own.tolist() for own in plan_shards_of.owned] == [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]
+    second = plan_shards_of.together(range(1, 2), rank=1)
     assert [own.tolist() for own in second.shares] == [[0, 1, 2], [3, 4]]
     assert second.pieces == [1, 1]
 
 
 def test_pieces_of_an_exact_world_by_hand():
     # 38 and 37 images in pieces of two are 19 pieces, of which the first process has ten.
-    dealt = deal(75, 2, World(size=2, exact=True))
-    assert [[len(own) for own in shares] for shares in dealt.shares] == [[20, 18], [20, 17]]
-    assert dealt.whole(0).pieces == [2] * 20
-    assert dealt.whole(1).pieces == [2] * 9 + [2] * 8 + [1]
+    plan_shards_of = deal(75, 2, Distributed(size=2, exact=True))
+    assert [[len(own) for own in shares] for shares in plan_shards_of.shares] == [[20, 18], [20, 17]]
+    assert plan_shards_of.whole(0).pieces == [2] * 20
+    assert plan_shards_of.whole(1).pieces == [2] * 9 + [2] * 8 + [1]
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["near-equal", "exact"])
@@ -81,48 +81,50 @@ def test_pieces_of_an_exact_world_by_hand():
 def test_a_batch_of_any_size_is_dealt_whole_and_in_order(size, exact):
     for count in COUNTS:
         parts = sub_batches(count, 80)
-        dealt = deal.__wrapped__(count, parts, World(size=size, exact=exact))
-        lengths = [len(rows) for rows in dealt.sub_batches]
+        plan_shards_of = deal.__wrapped__(count, parts, Distributed(size=size, exact=exact))
+        lengths = [len(rows) for rows in plan_shards_of.sub_batches]
         assert len(lengths) == parts
         assert near_equal(lengths)
-        assert ordered(dealt.sub_batches, count)
-        for rows, shares, pieces in zip(dealt.sub_batches, dealt.shares, dealt.pieces, strict=True):
+        assert ordered(plan_shards_of.sub_batches, count)
+        for rows, shares, pieces in zip(
+            plan_shards_of.sub_batches, plan_shards_of.shares, plan_shards_of.pieces, strict=True
+        ):
             assert len(shares) == size
             assert ordered(shares, len(rows))
             owners = [set(pieces[own].tolist()) for own in shares]
             assert sum(map(len, owners)) == int(pieces[-1]) + 1  # none has two owners
             assert near_equal([len(own) for own in owners])
             assert exact or near_equal([len(own) for own in shares])
-        assert torch.equal(torch.cat(dealt.owned).sort().values, torch.arange(count))
+        assert torch.equal(torch.cat(plan_shards_of.owned).sort().values, torch.arange(count))
 
 
 def test_a_process_owns_its_shares_of_all_sub_batches_one_after_another():
     for count, size in [(151, 2), (75, 3), (199, 5), (9, 8)]:
-        dealt = deal(count, 3, World(size=size, exact=True))
-        for rank, own in enumerate(dealt.owned):
-            parts = zip(dealt.sub_batches, dealt.shares, strict=True)
+        plan_shards_of = deal(count, 3, Distributed(size=size, exact=True))
+        for rank, own in enumerate(plan_shards_of.owned):
+            parts = zip(plan_shards_of.sub_batches, plan_shards_of.shares, strict=True)
             assert torch.equal(own, torch.cat([rows[shares[rank]] for rows, shares in parts]))
-            whole = dealt.whole(rank)
+            whole = plan_shards_of.whole(rank)
             assert sum(whole.pieces) == len(own)
-            assert all(torch.equal(*pair) for pair in zip(whole.shares, dealt.owned, strict=True))
+            assert all(torch.equal(*pair) for pair in zip(whole.shares, plan_shards_of.owned, strict=True))
 
 
 def test_pieces_do_not_depend_on_the_number_of_processes():
     for count in range(1, 200, 7):
-        alone = deal(count, 1, World(exact=True))
+        alone = deal(count, 1, Distributed(exact=True))
         assert len(alone.pieces[0].unique()) >= min(count, PIECES)
         for size in (2, 3, 8):
-            several = deal(count, 1, World(size=size, exact=True))
+            several = deal(count, 1, Distributed(size=size, exact=True))
             assert torch.equal(several.pieces[0], alone.pieces[0])
             sizes = [pieces for rank in range(size) for pieces in several.whole(rank).pieces]
             assert sizes == alone.whole(0).pieces
 
 
 def test_sub_batches_that_are_seen_together_are_those_of_the_whole():
-    dealt = deal(101, 4, World(size=3, exact=True))
-    first = len(dealt.sub_batches[0])
-    middle, whole = dealt.together(range(1, 3), rank=2), dealt.whole(2)
-    count = len(dealt.sub_batches[1]) + len(dealt.sub_batches[2])
+    plan_shards_of = deal(101, 4, Distributed(size=3, exact=True))
+    first = len(plan_shards_of.sub_batches[0])
+    middle, whole = plan_shards_of.together(range(1, 3), rank=2), plan_shards_of.whole(2)
+    count = len(plan_shards_of.sub_batches[1]) + len(plan_shards_of.sub_batches[2])
     assert torch.equal(torch.cat(middle.shares).sort().values, torch.arange(count))
     for own, all_of_them in zip(middle.shares, whole.shares, strict=True):
         inside = (all_of_them >= first) & (all_of_them < first + count)
@@ -140,7 +142,10 @@ def test_rows_of_all_processes_are_gathered_in_order(count, size):
     rows = torch.arange(count * 6).view(count, 2, 3)
     for values in (rows, rows.float() / 7, rows % 2 == 0):
         gathered = in_step(
-            size, lambda world, values=values: world.gather(values[world.share_of(count)], world.shares_of(count))
+            size,
+            lambda distributed, values=values: distributed.gather(
+                values[distributed.share_of(count)], distributed.shares_of(count)
+            ),
         )
         assert all(torch.equal(whole, values) and whole.dtype == values.dtype for whole in gathered)
 
@@ -148,9 +153,13 @@ def test_rows_of_all_processes_are_gathered_in_order(count, size):
 def test_rows_that_are_dealt_by_turns_are_gathered_in_order():
     rows = torch.arange(75.0)
     for exact in (False, True):
-        dealt = [deal(75, 3, World(rank, 3, exact=exact)).owned for rank in range(3)]
+        plan_shards_of = [deal(75, 3, Distributed(rank, 3, exact=exact)).owned for rank in range(3)]
         found = in_step(
-            3, lambda world, dealt=dealt: world.gather(rows[dealt[world.rank][world.rank]], dealt[0]), exact
+            3,
+            lambda distributed, plan_shards_of=plan_shards_of: distributed.gather(
+                rows[plan_shards_of[distributed.rank][distributed.rank]], plan_shards_of[0]
+            ),
+            exact,
         )
         assert all(torch.equal(whole, rows) for whole in found)
 
@@ -161,9 +170,9 @@ def test_the_gradient_of_what_all_compute_alike_reaches_each_process_by_its_own_
     whole = rows.clone().requires_grad_()
     ((whole @ weights).square().sum() * whole.mean()).backward()  # every row has a part in every gradient
 
-    def work(world: World) -> Tensor:
-        own = rows[world.share_of(40)].requires_grad_()
-        together = world.gather_with_gradient(own, world.shares_of(40))
+    def work(distributed: Distributed) -> Tensor:
+        own = rows[distributed.share_of(40)].requires_grad_()
+        together = distributed.gather_with_gradient(own, distributed.shares_of(40))
         assert torch.equal(together, rows)
         ((together @ weights).square().sum() * together.mean()).backward()
         return own.grad
@@ -172,40 +181,55 @@ def test_the_gradient_of_what_all_compute_alike_reaches_each_process_by_its_own_
 
 
 def test_sums_agreements_and_flags_of_several_processes():
-    def work(world: World) -> tuple[Any, ...]:
-        own = torch.tensor([1.0, float(world.rank)])
-        summed, agreed = world.total(own.clone()), world.agree(own.clone() + 5)
-        mine = world.total(world.only_main(own + 1))
-        world.wait()
-        return summed.tolist(), agreed.tolist(), mine.tolist(), world.any(world.rank == 2), world.any(False)
+    def work(distributed: Distributed) -> tuple[Any, ...]:
+        own = torch.tensor([1.0, float(distributed.rank)])
+        summed, agreed = distributed.total(own.clone()), distributed.broadcast_(own.clone() + 5)
+        mine = distributed.total(distributed.only_main(own + 1))
+        distributed.wait()
+        return (
+            summed.tolist(),
+            agreed.tolist(),
+            mine.tolist(),
+            distributed.any(distributed.rank == 2),
+            distributed.any(False),
+        )
 
     assert in_step(3, work) == [([3.0, 3.0], [6.0, 5.0], [2.0, 1.0], True, False)] * 3
 
 
 def test_sums_and_agreements_are_made_in_place():
-    def work(world: World) -> list[bool]:
+    def work(distributed: Distributed) -> list[bool]:
         tensor = torch.ones(2)
-        return [world.total(tensor) is tensor, world.agree(tensor) is tensor, tensor.tolist() == [2.0, 2.0]]
+        return [
+            distributed.total(tensor) is tensor,
+            distributed.broadcast_(tensor) is tensor,
+            tensor.tolist() == [2.0, 2.0],
+        ]
 
     assert in_step(2, work) == [[True] * 3] * 2
 
 
 def test_a_process_of_its_own_exchanges_nothing(monkeypatch):
-    monkeypatch.setattr(worlds, "dist", Silence())
+    monkeypatch.setattr(distributed_module, "dist", Silence())
     rows = torch.arange(6.0)
-    assert ALONE.main
-    assert ALONE.gather(rows, [torch.arange(6)]) is rows
-    assert ALONE.gather_with_gradient(rows, [torch.arange(6)]) is rows
-    assert ALONE.total(rows) is ALONE.agree(rows) is ALONE.only_main(rows) is rows
-    assert ALONE.any(True)
-    assert not ALONE.any(False)
-    assert ALONE.from_main(lambda: 7) == ALONE.told_once(lambda: 7) == 7
-    ALONE.wait()
+    assert SINGLE.main
+    assert SINGLE.gather(rows, [torch.arange(6)]) is rows
+    assert SINGLE.gather_with_gradient(rows, [torch.arange(6)]) is rows
+    assert SINGLE.total(rows) is SINGLE.broadcast_(rows) is SINGLE.only_main(rows) is rows
+    assert SINGLE.any(True)
+    assert not SINGLE.any(False)
+    assert SINGLE.broadcast_from_main(lambda: 7) == SINGLE.raise_together(lambda: 7) == 7
+    SINGLE.wait()
 
 
 def test_what_the_main_process_makes_is_in_all_of_them_and_made_once():
     made = []
-    found = in_step(3, lambda world: world.from_main(lambda: made.append(world.rank) or {"a": torch.ones(2)}))
+    found = in_step(
+        3,
+        lambda distributed: distributed.broadcast_from_main(
+            lambda: made.append(distributed.rank) or {"a": torch.ones(2)}
+        ),
+    )
     assert made == [0]
     assert all(torch.equal(each["a"], torch.ones(2)) for each in found)
 
@@ -214,24 +238,24 @@ def test_a_mistake_that_the_main_process_finds_ends_all_and_is_told_by_one():
     def refuse() -> None:
         raise UserError("nothing at nowhere")
 
-    def work(world: World) -> tuple[str, bool]:
+    def work(distributed: Distributed) -> tuple[str, bool]:
         with pytest.raises(UserError) as caught:
-            world.from_main(refuse)
+            distributed.broadcast_from_main(refuse)
         return str(caught.value), caught.value.told
 
-    assert in_step(3, work) == [("nothing at nowhere", world > 0) for world in range(3)]
+    assert in_step(3, work) == [("nothing at nowhere", distributed > 0) for distributed in range(3)]
 
 
 @pytest.mark.parametrize("mistaken", [{0, 1, 2}, {1, 2}, {2}, set()], ids=str)
 def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
-    def work(world: World) -> Any:
+    def work(distributed: Distributed) -> Any:
         def open_file() -> int:
-            if world.rank in mistaken:
-                raise UserError(f"nothing at node {world.rank}")
-            return world.rank
+            if distributed.rank in mistaken:
+                raise UserError(f"nothing at node {distributed.rank}")
+            return distributed.rank
 
         try:
-            return world.told_once(open_file)
+            return distributed.raise_together(open_file)
         except UserError as error:
             return str(error), error.told
 
@@ -258,8 +282,8 @@ def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
 def test_a_world_is_exact_on_processors_that_synchronise_and_takes_one_thread_then(
     two_threads, size, device, asked, exact
 ):
-    found = settled(World(size - 1, size, 0), RefineConfig(sync_batchnorm=asked), torch.device(device))
-    assert found == World(size - 1, size, 0, exact=exact)
+    found = settled(Distributed(size - 1, size, 0), RefineConfig(sync_batchnorm=asked), torch.device(device))
+    assert found == Distributed(size - 1, size, 0, exact=exact)
     assert torch.get_num_threads() == (1 if exact else 2)
 
 
@@ -267,9 +291,9 @@ def test_a_world_is_exact_on_processors_that_synchronise_and_takes_one_thread_th
 def test_compiled_networks_can_not_synchronise(two_threads, size, asked):
     config = RefineConfig(compile=True, sync_batchnorm=asked)
     with pytest.raises(UserError, match="sync_batchnorm=false"):
-        settled(World(0, size), config, torch.device("cpu"))
+        settled(Distributed(0, size), config, torch.device("cpu"))
     config.sync_batchnorm = False
-    assert settled(World(0, size), config, torch.device("cpu")) == World(0, size)
+    assert settled(Distributed(0, size), config, torch.device("cpu")) == Distributed(0, size)
     assert torch.get_num_threads() == 2
 
 
@@ -290,9 +314,9 @@ def environment(monkeypatch):
 @pytest.mark.parametrize("words", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}], ids=str)
 def test_without_torchrun_a_process_is_alone(environment, monkeypatch, words):
     environment(**words)
-    monkeypatch.setattr(worlds, "dist", Silence())
-    with joined() as world:
-        assert world is ALONE
+    monkeypatch.setattr(distributed_module, "dist", Silence())
+    with joined() as distributed:
+        assert distributed is SINGLE
 
 
 class Joined:
@@ -303,19 +327,19 @@ class Joined:
 
 def test_a_script_that_has_joined_already_is_left_as_it_is(environment, monkeypatch):
     environment(WORLD_SIZE="3", RANK="1", LOCAL_RANK="1")
-    monkeypatch.setattr(worlds, "dist", Joined())
-    with joined() as world:
-        assert world == World(1, 3, 1)
+    monkeypatch.setattr(distributed_module, "dist", Joined())
+    with joined() as distributed:
+        assert distributed == Distributed(1, 3, 1)
 
 
 def test_processes_that_do_not_find_each_other_are_told_what_to_do(environment, monkeypatch):
     environment(WORLD_SIZE="4", RANK="1")
-    monkeypatch.setattr(worlds, "end_with_parent", lambda: None)
+    monkeypatch.setattr(distributed_module, "end_with_parent", lambda: None)
 
     def lost(*_: Any, **__: Any) -> None:
         raise ConnectionError("no answer\nmore lines")
 
-    monkeypatch.setattr(worlds.dist, "rendezvous", lost)
+    monkeypatch.setattr(distributed_module.dist, "rendezvous", lost)
     with pytest.raises(UserError, match=r"the 4 processes .* \(no answer\); .*torchrun.* unset WORLD_SIZE"), joined():
         pytest.fail("nobody is there")
 

@@ -1,4 +1,4 @@
-"""Convolutions and linear layers of an exact world: as torch's, and the same bits for any number of processes."""
+"""Convolutions and linear layers of an exact distributed: as torch's, and the same bits for any number of processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.training import distributed as worlds
+from cdc_plugin.training import distributed as distributed_module
 from cdc_plugin.training.device import autocast
-from cdc_plugin.training.distributed import World, deal
+from cdc_plugin.training.distributed import Distributed, deal
 from cdc_plugin.training.exact import PIECEWISE, piecewise, sum_gradients
 from cdc_plugin.training.sync_batchnorm import synchronised
 from tests.helpers.in_step import Silence, in_step
@@ -69,17 +69,20 @@ def in_double(case: Case, count: int) -> tuple[Tensor, Gradients]:
 def by_processes(case: Case, count: int, size: int) -> tuple[Tensor, Gradients]:
     """The same from so many processes: the gradients of rows in order, those of weights summed."""
 
-    def work(world: World) -> tuple[Tensor, Gradients]:
+    def work(distributed: Distributed) -> tuple[Tensor, Gradients]:
         rows, weight, bias, slope = case.tensors(count)
-        dealt = deal(count, 1, world).whole(world.rank)
-        own = dealt.shares[world.rank]
+        plan_shards_of = deal(count, 1, distributed).whole(distributed.rank)
+        own = plan_shards_of.shares[distributed.rank]
         leaves = [each.clone().requires_grad_() for each in (rows[own], weight, bias) if each is not None]
         arguments = (*leaves, *([] if case.bias else [None]), *case.more)
-        output = piecewise(world, dealt.pieces, case.function, arguments, case.named)
+        output = piecewise(distributed, plan_shards_of.pieces, case.function, arguments, case.named)
         output.backward(slope[own])
-        sum_gradients(world, leaves[1:])
+        sum_gradients(distributed, leaves[1:])
         whole = [leaf.grad for leaf in leaves[1:]]
-        return world.gather(output.detach(), dealt.shares), (world.gather(leaves[0].grad, dealt.shares), *whole)
+        return distributed.gather(output.detach(), plan_shards_of.shares), (
+            distributed.gather(leaves[0].grad, plan_shards_of.shares),
+            *whole,
+        )
 
     return in_step(size, work, exact=True)[0]
 
@@ -87,10 +90,10 @@ def by_processes(case: Case, count: int, size: int) -> tuple[Tensor, Gradients]:
 def test_a_linear_layer_by_hand():
     rows, weight, bias = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, -1.0]]), torch.tensor([5.0])
     leaves = [each.requires_grad_() for each in (rows, weight, bias)]
-    output = piecewise(World(exact=True), [1, 1], F.linear, tuple(leaves), {})
+    output = piecewise(Distributed(exact=True), [1, 1], F.linear, tuple(leaves), {})
     assert output.tolist() == [[4.0], [4.0]]
     output.backward(torch.tensor([[1.0], [10.0]]))
-    sum_gradients(World(exact=True), leaves[1:])
+    sum_gradients(Distributed(exact=True), leaves[1:])
     assert [leaf.grad.tolist() for leaf in leaves] == [[[1.0, -1.0], [10.0, -10.0]], [[31.0, 42.0]], [11.0]]
 
 
@@ -115,24 +118,24 @@ def test_any_number_of_processes_gives_the_same_bits(name):
 
 
 def test_the_gradient_of_a_weight_is_summed_once_for_all_processes():
-    def work(world: World) -> list[Any]:
+    def work(distributed: Distributed) -> list[Any]:
         leaf, unused, fixed = torch.ones(1, 2, requires_grad=True), torch.ones(3, requires_grad=True), torch.ones(1, 2)
-        rows = torch.full((2, 2), float(world.rank + 1))
+        rows = torch.full((2, 2), float(distributed.rank + 1))
         for _ in range(2):  # what is summed is not summed again
             leaf.grad = None
-            (piecewise(world, [2], F.linear, (rows, leaf), {}).sum() + leaf.sum()).backward()
-            sum_gradients(world, [leaf, unused, fixed])
+            (piecewise(distributed, [2], F.linear, (rows, leaf), {}).sum() + leaf.sum()).backward()
+            sum_gradients(distributed, [leaf, unused, fixed])
         return [leaf.grad.tolist(), unused.grad.tolist(), fixed.grad]
 
     assert in_step(3, work, exact=True) == [[[[15.0, 15.0]], [0.0, 0.0, 0.0], None]] * 3
 
 
 def test_a_weight_that_is_computed_from_others_passes_its_gradient_on():
-    def work(world: World) -> list[float]:
+    def work(distributed: Distributed) -> list[float]:
         leaf = torch.ones(1, 2, requires_grad=True)
-        rows = torch.full((2 * world.rank, 2), float(world.rank + 1))  # the first process has none
-        piecewise(world, [2 * world.rank], F.linear, (rows, 3 * leaf), {}).sum().backward()
-        sum_gradients(world, [leaf])
+        rows = torch.full((2 * distributed.rank, 2), float(distributed.rank + 1))  # the first process has none
+        piecewise(distributed, [2 * distributed.rank], F.linear, (rows, 3 * leaf), {}).sum().backward()
+        sum_gradients(distributed, [leaf])
         return leaf.grad.tolist()
 
     assert in_step(3, work, exact=True) == [[[48.0, 48.0]]] * 3  # 3 * (2 * 2 + 4 * 3)
@@ -141,11 +144,11 @@ def test_a_weight_that_is_computed_from_others_passes_its_gradient_on():
 def test_rows_that_need_no_gradient_get_none_and_weights_that_stay_fixed_neither():
     rows, weight = torch.randn(6, 3), torch.randn(2, 3)
     learnt = weight.clone().requires_grad_()
-    piecewise(World(exact=True), [3, 3], F.linear, (rows, learnt), {}).sum().backward()
-    sum_gradients(World(exact=True), [learnt])
+    piecewise(Distributed(exact=True), [3, 3], F.linear, (rows, learnt), {}).sum().backward()
+    sum_gradients(Distributed(exact=True), [learnt])
     torch.testing.assert_close(learnt.grad, rows.sum(dim=0).expand(2, 3))
     leaf = rows.clone().requires_grad_()
-    piecewise(World(exact=True), [3, 3], F.linear, (leaf, weight), {}).sum().backward()
+    piecewise(Distributed(exact=True), [3, 3], F.linear, (leaf, weight), {}).sum().backward()
     torch.testing.assert_close(leaf.grad, weight.sum(dim=0).expand(6, 3))
     assert weight.grad is None
     assert not weight.__dict__
@@ -159,16 +162,16 @@ def test_windows_of_an_image_are_rows_that_stay_together():
         return F.linear(rows, weight, bias)
 
     rows = torch.randn(20, 3)  # four windows of each of five images, which are in pieces of two, two and one
-    output = piecewise(World(exact=True), [2, 2, 1], work, (rows, torch.eye(3)), {})
+    output = piecewise(Distributed(exact=True), [2, 2, 1], work, (rows, torch.eye(3)), {})
     assert torch.equal(output, rows)
     assert seen == [8, 8, 4]
 
 
 @pytest.mark.parametrize("count", [1, 13])
 def test_rows_that_are_no_images_are_left_to_torch(monkeypatch, count):
-    monkeypatch.setattr(worlds, "dist", Silence())
+    monkeypatch.setattr(distributed_module, "dist", Silence())
     rows, weight = torch.randn(count, 3), torch.randn(2, 3, requires_grad=True)
-    output = piecewise(World(0, 2, exact=True), [2, 2, 1], F.linear, (rows, weight), {})
+    output = piecewise(Distributed(0, 2, exact=True), [2, 2, 1], F.linear, (rows, weight), {})
     assert torch.equal(output, F.linear(rows, weight))
     output.sum().backward()
     torch.testing.assert_close(weight.grad, rows.sum(dim=0).expand(2, 3))
@@ -176,20 +179,20 @@ def test_rows_that_are_no_images_are_left_to_torch(monkeypatch, count):
 
 def test_what_torch_refuses_is_refused():
     with pytest.raises(RuntimeError, match="channels"):
-        piecewise(World(exact=True), [2, 2], F.conv2d, (torch.zeros(4, 2, 5, 5), torch.zeros(1, 3, 3, 3)), {})
+        piecewise(Distributed(exact=True), [2, 2], F.conv2d, (torch.zeros(4, 2, 5, 5), torch.zeros(1, 3, 3, 3)), {})
 
 
 def test_the_layers_that_are_cut_in_pieces_are_those_that_the_cases_try():
     assert {case.function for case in CASES.values()} == set(PIECEWISE)
 
 
-def slope_of_weight(layer: nn.Module, rows: Tensor, world: World, precision: str = "float32") -> Tensor:
+def slope_of_weight(layer: nn.Module, rows: Tensor, distributed: Distributed, precision: str = "float32") -> Tensor:
     """What all processes together know of the slope of the first weight, at the sum of all outputs."""
-    dealt = deal(len(rows), 1, world).whole(world.rank)
-    with autocast(torch.device("cpu"), precision), synchronised(world, True, dealt):
-        output = layer(rows[dealt.shares[world.rank]])
+    plan_shards_of = deal(len(rows), 1, distributed).whole(distributed.rank)
+    with autocast(torch.device("cpu"), precision), synchronised(distributed, True, plan_shards_of):
+        output = layer(rows[plan_shards_of.shares[distributed.rank]])
     output.float().sum().backward()
-    sum_gradients(world, layer.parameters())
+    sum_gradients(distributed, layer.parameters())
     return next(layer.parameters()).grad
 
 
@@ -206,14 +209,14 @@ class WithTable(nn.Module):
 
 def test_a_table_that_has_by_chance_as_many_rows_as_a_process_has_images_keeps_all_in_step():
     rows = torch.randn(27, 3)  # the first process has 14 images, the second 13
-    found = in_step(2, lambda world: slope_of_weight(WithTable(), rows, world), exact=True)
+    found = in_step(2, lambda distributed: slope_of_weight(WithTable(), rows, distributed), exact=True)
     for slope in found:
         torch.testing.assert_close(slope, 27 * WithTable().table.mean(dim=0).expand(4, 2))
 
 
 def test_a_process_without_images_takes_part_in_the_sums_of_the_others():
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    found = in_step(3, lambda world: slope_of_weight(nn.Linear(2, 1), rows, world), exact=True)
+    found = in_step(3, lambda distributed: slope_of_weight(nn.Linear(2, 1), rows, distributed), exact=True)
     assert [slope.tolist() for slope in found] == [[[4.0, 6.0]]] * 3
 
 
@@ -222,7 +225,7 @@ def test_a_network_learns_in_half_precision():
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3), nn.Tanh(), nn.Flatten())
     rows = torch.randn(20, 3, 8, 8)
     full, half = (
-        slope_of_weight(copy.deepcopy(network), rows, World(exact=True), precision)
+        slope_of_weight(copy.deepcopy(network), rows, Distributed(exact=True), precision)
         for precision in ("float32", "bfloat16")
     )
     assert half.dtype == torch.float32

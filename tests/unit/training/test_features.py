@@ -16,7 +16,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.report_record import head_probabilities
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training import features as module
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.features import Features, find_rows, keep_rows
 from tests.helpers.in_step import in_step
 
@@ -170,7 +170,7 @@ def test_blocks_are_the_rows_in_order(monkeypatch):
 
 
 def test_a_process_without_images_has_one_empty_block():
-    blocks = list(Features(torch.empty(0, 3), 7, World(1, 2)).blocks())
+    blocks = list(Features(torch.empty(0, 3), 7, Distributed(1, 2)).blocks())
     assert [tuple(block.shape) for block in blocks] == [(0, 3)]
 
 
@@ -180,8 +180,8 @@ def test_work_on_all_rows_is_gathered_from_blocks_of_all_processes(monkeypatch, 
     monkeypatch.setattr(module, "BLOCK", 20)
     rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
 
-    def work(world: World) -> list[Tensor]:
-        features = Features(rows[world.share_of(count)], count, world)
+    def work(distributed: Distributed) -> list[Tensor]:
+        features = Features(rows[distributed.share_of(count)], count, distributed)
         return [features.map(lambda block: block.square()), features.map(lambda block: block[:, 0] > 0)]
 
     for squares, positive in in_step(size, work):
@@ -196,8 +196,8 @@ def test_heads_on_the_features_of_an_exact_world_give_the_same_bits():
         rows = torch.randn(count, 16)
         for size in (2, 3, 8):
 
-            def work(world: World, rows: Tensor = rows) -> np.ndarray:
-                return head_probabilities(head, Features(rows[world.share_of(len(rows))], len(rows), world))
+            def work(distributed: Distributed, rows: Tensor = rows) -> np.ndarray:
+                return head_probabilities(head, Features(rows[distributed.share_of(len(rows))], len(rows), distributed))
 
             alone, several = (in_step(number, work, exact=True)[0] for number in (1, size))
             different += [] if np.array_equal(alone, several) else [(count, size)]
@@ -229,13 +229,13 @@ def test_a_sample_is_the_same_for_any_number_of_processes_and_any_place_of_the_r
     monkeypatch.setattr(module, "SAMPLE_A_CLUSTER", 5)
     rows = torch.arange(302.0).view(151, 2)
 
-    def sample(world: World, seed: int = 3) -> tuple[Tensor, Tensor]:
+    def sample(distributed: Distributed, seed: int = 3) -> tuple[Tensor, Tensor]:
         randomness = torch.Generator().manual_seed(seed)
-        return Features(rows[world.share_of(151)], 151, world).sample(2, randomness)
+        return Features(rows[distributed.share_of(151)], 151, distributed).sample(2, randomness)
 
-    expected, chosen = sample(World())
+    expected, chosen = sample(Distributed())
     assert torch.equal(expected, rows[chosen])
-    assert not torch.equal(sample(World(), seed=4)[1], chosen)
+    assert not torch.equal(sample(Distributed(), seed=4)[1], chosen)
     for size in (2, 3, 8):  # the last three of eight have no images
         for found, same in in_step(size, sample):
             assert torch.equal(found, expected)

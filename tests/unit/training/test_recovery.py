@@ -16,8 +16,8 @@ from torch import nn
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig, resolve
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead
-from cdc_plugin.training.distributed import ALONE, World
-from cdc_plugin.training.recovery import SLOWER, in_words, refuse_other_settings, setback_warning, step_back
+from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.training.recovery import SLOWER, check_resume_settings, explain_error, roll_back, setback_warning
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.run_folder import write_state
 from cdc_plugin.training.run_state import Run, state_of
@@ -32,9 +32,9 @@ def refiner() -> Refiner:
     return Refiner(nn.Linear(4, 5), *(ClusterHead(5, 8, 3) for _ in range(2)), CONFIG, CPU, images=24, total_steps=9)
 
 
-def run_in(folder: Path, world: World = ALONE) -> Run:
+def run_in(folder: Path, distributed: Distributed = SINGLE) -> Run:
     nothing: Any = None
-    return Run(CONFIG, folder, CPU, nothing, nothing, {}, [], world=world)
+    return Run(CONFIG, folder, CPU, nothing, nothing, {}, [], distributed=distributed)
 
 
 def spoilt(good: Refiner, folder: Path) -> Refiner:
@@ -51,7 +51,7 @@ def test_the_first_time_a_run_goes_on_from_its_last_good_epoch_at_a_tenth_of_the
     found.steps = good.steps = 7
     current = run_in(tmp_path)
     with caplog.at_level(logging.WARNING):
-        step_back(current, spoilt(found, tmp_path))
+        roll_back(current, spoilt(found, tmp_path))
     assert (found.epoch, found.steps, found.slower, current.setback) == (4, 7, SLOWER, 5)
     for name, tensor in good.backbone.state_dict().items():
         assert torch.equal(found.backbone.state_dict()[name], tensor)
@@ -62,7 +62,7 @@ def test_the_first_time_a_run_goes_on_from_its_last_good_epoch_at_a_tenth_of_the
 
 def test_lower_rates_outlast_a_resumed_run(tmp_path):
     found = refiner()
-    step_back(run_in(tmp_path), spoilt(found, tmp_path))
+    roll_back(run_in(tmp_path), spoilt(found, tmp_path))
     other = refiner()
     other.restore(found.state())
     assert other.slower == SLOWER
@@ -72,7 +72,7 @@ def test_the_second_time_a_run_ends_with_rates_to_type(tmp_path):
     found = refiner()
     found.epoch, found.slower = 4, SLOWER
     with pytest.raises(UserError) as end:
-        step_back(run_in(tmp_path), found)
+        roll_back(run_in(tmp_path), found)
     text = str(end.value)
     assert text.startswith("the loss is not finite in epoch 5, again, at 0.1 of the rates; the 4 epochs before it are")
     # A tenth of a tenth: lower than what has just failed.
@@ -84,11 +84,11 @@ def test_all_processes_go_back_to_the_state_that_the_main_one_reads(tmp_path):
     good = refiner()
     write_state(tmp_path, {"refiner": good.state()})
 
-    def work(world: World) -> tuple[bool, float]:
-        folder = tmp_path if world.main else tmp_path / "of another machine"
+    def work(distributed: Distributed) -> tuple[bool, float]:
+        folder = tmp_path if distributed.main else tmp_path / "of another machine"
         found = refiner()
         nn.init.constant_(found.backbone.weight, float("nan"))
-        step_back(run_in(folder, world), found)
+        roll_back(run_in(folder, distributed), found)
         return torch.equal(found.backbone.weight, good.backbone.weight), found.slower
 
     assert in_step(2, work) == [(True, SLOWER)] * 2
@@ -111,9 +111,9 @@ def test_the_report_tells_of_a_step_back_and_of_nothing_else():
     ],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize("world", [ALONE, World(1, 2)], ids=["alone", "of two"])
-def test_too_little_memory_is_told_with_a_smaller_sub_batch(error, world):
-    told = in_words(error, replace(CONFIG, sub_batch_size=12), Path("out"), world)
+@pytest.mark.parametrize("distributed", [SINGLE, Distributed(1, 2)], ids=["alone", "of two"])
+def test_too_little_memory_is_told_with_a_smaller_sub_batch(error, distributed):
+    told = explain_error(error, replace(CONFIG, sub_batch_size=12), Path("out"), distributed)
     assert isinstance(told, UserError)
     assert "out of memory" in str(told)
     assert "sub_batch_size=6," in str(told)
@@ -121,7 +121,7 @@ def test_too_little_memory_is_told_with_a_smaller_sub_batch(error, world):
 
 @pytest.mark.parametrize(("size", "smaller"), [(None, 64), (3, 2), (2, 2), (500, 250)])
 def test_a_sub_batch_is_never_made_smaller_than_two(size, smaller):
-    told = in_words(MemoryError(), replace(CONFIG, sub_batch_size=size), Path("out"), ALONE)
+    told = explain_error(MemoryError(), replace(CONFIG, sub_batch_size=size), Path("out"), SINGLE)
     assert f"sub_batch_size={smaller}," in str(told)
 
 
@@ -129,26 +129,26 @@ LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed b
 
 
 def test_a_process_that_has_ended_is_told_by_those_it_has_left():
-    told = in_words(RuntimeError(LOST), CONFIG, Path("out"), World(1, 2))
+    told = explain_error(RuntimeError(LOST), CONFIG, Path("out"), Distributed(1, 2))
     assert isinstance(told, UserError)
     assert "another process of this run has ended" in str(told)
     assert "--resume" in str(told)
     alone = RuntimeError(LOST)
-    assert in_words(alone, CONFIG, Path("out"), ALONE) is alone
+    assert explain_error(alone, CONFIG, Path("out"), SINGLE) is alone
 
 
 def test_a_network_that_can_not_be_compiled_is_told_where_that_was_asked_for():
     error = type("BackendCompilerFailed", (RuntimeError,), {"__module__": "torch._dynamo.exc"})("no compiler\nmore")
-    told = in_words(error, replace(CONFIG, compile=True), Path("out"), ALONE)
+    told = explain_error(error, replace(CONFIG, compile=True), Path("out"), SINGLE)
     assert isinstance(told, UserError)
     assert "(no compiler); leave compile=true out" in str(told)
-    assert in_words(error, CONFIG, Path("out"), ALONE) is error
+    assert explain_error(error, CONFIG, Path("out"), SINGLE) is error
 
 
-@pytest.mark.parametrize("world", [ALONE, World(0, 3)], ids=["alone", "of three"])
-def test_other_errors_are_left_as_they_are(world):
+@pytest.mark.parametrize("distributed", [SINGLE, Distributed(0, 3)], ids=["alone", "of three"])
+def test_other_errors_are_left_as_they_are(distributed):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert in_words(error, CONFIG, Path("out"), world) is error
+    assert explain_error(error, CONFIG, Path("out"), distributed) is error
 
 
 STORED = resolve(RefineConfig(backbone="b.pt", data="d", clusters=3, epochs=5), 100, 32)
@@ -162,12 +162,15 @@ STORED = resolve(RefineConfig(backbone="b.pt", data="d", clusters=3, epochs=5), 
         (RefineConfig(clusters=3, out="elsewhere", device="cuda", track=["wandb"], on_collapse="warn"), {}),
         (RefineConfig(augment=AugmentConfig(flip=False)), {}),
         (RefineConfig(batch_size=5000), {"batch_size": 100}),  # was cut to the 100 images when the run began
-        (RefineConfig(mean=[0.1] * 3, presumed=["mean"]), {}),  # a recipe's word, which the checkpoint's has replaced
+        (
+            RefineConfig(mean=[0.1] * 3, from_recipe=["mean"]),
+            {},
+        ),  # a recipe's word, which the checkpoint's has replaced
     ],
-    ids=["nothing", "the same", "where and how", "augmentation", "cut", "presumed"],
+    ids=["nothing", "the same", "where and how", "augmentation", "cut", "from_recipe"],
 )
 def test_the_command_that_began_a_run_goes_on_with_it(given, stored):
-    refuse_other_settings(given, replace(STORED, **stored), 100, Path("out"))
+    check_resume_settings(given, replace(STORED, **stored), 100, Path("out"))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_the_command_that_began_a_run_goes_on_with_it(given, stored):
 )
 def test_other_settings_than_those_a_run_began_with_are_refused(given, name):
     with pytest.raises(UserError, match=rf"out was begun with {name}=.*, now {name}=.*; resume without it"):
-        refuse_other_settings(given, STORED, 100, Path("out"))
+        check_resume_settings(given, STORED, 100, Path("out"))
 
 
 def test_what_a_step_back_needs_is_in_the_state_of_a_run(tmp_path):
@@ -194,6 +197,6 @@ def test_what_a_step_back_needs_is_in_the_state_of_a_run(tmp_path):
     current.images = SimpleNamespace(digest="d")
     found = refiner()
     write_state(tmp_path, state_of(current, found))
-    step_back(current, found)
+    roll_back(current, found)
     assert (current.setback, found.slower) == (1, SLOWER)
     assert state_of(current, found)["setback"] == 1

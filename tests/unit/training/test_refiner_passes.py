@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from cdc_plugin.core.selection.confident import Seen, Selection, Selector
 from cdc_plugin.models.heads import ClusterHead, LayeredHead
 from cdc_plugin.training import refiner as engine
-from cdc_plugin.training.distributed import World
+from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.refiner import Refiner, Views
-from cdc_plugin.training.sub_batches import dealt
+from cdc_plugin.training.sub_batches import plan_shards_of
 from tests.helpers.in_step import in_step
 from tests.helpers.refiners import (
     CPU,
@@ -178,9 +178,9 @@ def trained_by(size: int, count: int, **changes) -> list[Trained]:
     """Three batches in so many processes: the figures, the selection that follows and all weights in each of them."""
     config = settings(lr_backbone=0.05, lr_heads=0.05, sync_batchnorm=True, **changes)
 
-    def work(world: World) -> Trained:
-        refiner = Refiner(*copy.deepcopy(modules), config, CPU, count, total_steps=20, world=world)
-        given, own = images_of(count), dealt(count, config, world).owned[world.rank]
+    def work(distributed: Distributed) -> Trained:
+        refiner = Refiner(*copy.deepcopy(modules), config, CPU, count, total_steps=20, distributed=distributed)
+        given, own = images_of(count), plan_shards_of(count, config, distributed).owned[distributed.rank]
         shared = Views(given.plain[own], given.weak[own], given.strong[own], given.rows)
         randomness = torch.Generator().manual_seed(1)
         for _ in range(3):

@@ -70,7 +70,7 @@ def trusting_nothing(made: Refiner) -> Refiner:
 @pytest.mark.parametrize("heads", ["clu", "clu+cal"])
 def test_a_single_head_ends_as_both_heads(heads):
     made = refiner(heads=heads)
-    assert made.judging_head is made.clustering_head
+    assert made.target_head is made.clustering_head
     fit(made)
     assert same(weights(made.clustering_head), weights(made.calibration_head))
 

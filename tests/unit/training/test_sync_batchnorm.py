@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.training import distributed as worlds
-from cdc_plugin.training.distributed import ALONE, Rows, World, deal
+from cdc_plugin.training import distributed as distributed_module
+from cdc_plugin.training.distributed import SINGLE, Distributed, Rows, deal
 from cdc_plugin.training.exact import sum_gradients
 from cdc_plugin.training.sync_batchnorm import synchronised
 from tests.helpers.in_step import Silence, in_step
@@ -64,19 +64,19 @@ def by_processes(
     count = images or len(rows)
     windows = len(rows) // count
 
-    def work(world: World) -> Results:
+    def work(distributed: Distributed) -> Results:
         own_network = copy.deepcopy(network)
-        dealt = deal(count, 1, world).whole(world.rank)
-        shares = [(share[:, None] * windows + torch.arange(windows)).flatten() for share in dealt.shares]
-        own = rows[shares[world.rank]].contiguous(memory_format=layout).requires_grad_()
-        with synchronised(world, True, dealt):
+        plan_shards_of = deal(count, 1, distributed).whole(distributed.rank)
+        shares = [(share[:, None] * windows + torch.arange(windows)).flatten() for share in plan_shards_of.shares]
+        own = rows[shares[distributed.rank]].contiguous(memory_format=layout).requires_grad_()
+        with synchronised(distributed, True, plan_shards_of):
             output = own_network(own)
         # All slopes are drawn, so that they do not depend on who has which.
-        output.backward(slopes(torch.Size([len(rows), *output.shape[1:]]))[shares[world.rank]])
+        output.backward(slopes(torch.Size([len(rows), *output.shape[1:]]))[shares[distributed.rank]])
         if exact:
-            sum_gradients(world, own_network.parameters())
-        total = (lambda tensor: tensor) if exact else world.total
-        return after(own_network, output, own, lambda tensor: world.gather(tensor, shares), total)
+            sum_gradients(distributed, own_network.parameters())
+        total = (lambda tensor: tensor) if exact else distributed.total
+        return after(own_network, output, own, lambda tensor: distributed.gather(tensor, shares), total)
 
     return in_step(size, work, exact)[0]
 
@@ -119,7 +119,7 @@ def layer_and_rows(name: str, count: int) -> tuple[nn.Module, Tensor]:
 def test_two_numbers_by_hand():
     layer = nn.BatchNorm1d(1, eps=0.0)
     rows = torch.tensor([[1.0], [3.0]], requires_grad=True)
-    with synchronised(World(exact=True), True, deal(2, 1, World(exact=True)).whole(0)):
+    with synchronised(Distributed(exact=True), True, deal(2, 1, Distributed(exact=True)).whole(0)):
         output = layer(rows)
     assert output.tolist() == [[-1.0], [1.0]]  # the mean is 2, the variance 1
     assert layer.running_mean.item() == pytest.approx(0.2)
@@ -228,7 +228,7 @@ def test_stretching_and_shifting_the_rows_changes_nothing():
 def test_a_single_number_is_its_own_mean():
     layer = with_weights(nn.BatchNorm1d(2))
     statistics = copy.deepcopy(layer.state_dict())
-    with synchronised(World(exact=True), True, Rows([torch.arange(1)], [1])):
+    with synchronised(Distributed(exact=True), True, Rows([torch.arange(1)], [1])):
         output = layer(torch.tensor([[5.0, -3.0]]))
     torch.testing.assert_close(output[0], layer.bias, rtol=0, atol=1e-3)  # rounding, over the root of epsilon
     expected = 0.9 * statistics["running_mean"] + 0.1 * torch.tensor([5.0, -3.0])
@@ -237,10 +237,10 @@ def test_a_single_number_is_its_own_mean():
 
 
 def test_layers_in_evaluation_mode_are_left_alone(monkeypatch):
-    monkeypatch.setattr(worlds, "dist", Silence())
+    monkeypatch.setattr(distributed_module, "dist", Silence())
     network, rows = small_network().eval(), randomly(20, 3, 12, 12)
     before, expected = copy.deepcopy(network.state_dict()), network(rows)
-    with synchronised(World(0, 2), True, deal(20, 1, World(0, 2)).whole(0)):
+    with synchronised(Distributed(0, 2), True, deal(20, 1, Distributed(0, 2)).whole(0)):
         output = network(rows)
     assert torch.equal(output, expected)
     assert_same_bits(network.state_dict(), before)
@@ -254,10 +254,13 @@ def test_the_function_that_layers_of_others_call_is_caught_however_it_is_called(
         lambda x: F.batch_norm(x, running_mean=None, running_var=None, weight=weight, training=True),
     ]
 
-    def work(world: World) -> list[Tensor]:
-        dealt = deal(6, 1, world).whole(world.rank)
-        with synchronised(world, None, dealt):
-            return [world.gather(call(rows[dealt.shares[world.rank]]), dealt.shares) for call in calls]
+    def work(distributed: Distributed) -> list[Tensor]:
+        plan_shards_of = deal(6, 1, distributed).whole(distributed.rank)
+        with synchronised(distributed, None, plan_shards_of):
+            return [
+                distributed.gather(call(rows[plan_shards_of.shares[distributed.rank]]), plan_shards_of.shares)
+                for call in calls
+            ]
 
     for output in in_step(2, work)[1]:
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
@@ -267,14 +270,14 @@ def test_the_function_that_layers_of_others_call_is_caught_however_it_is_called(
     ("size", "asked", "open_"), [(1, None, False), (1, True, True), (2, None, True), (2, True, True), (2, False, False)]
 )
 def test_statistics_are_shared_where_there_are_several_processes_or_when_asked(size, asked, open_):
-    found = synchronised(World(size=size), asked, Rows([torch.arange(2)], [2]))
+    found = synchronised(Distributed(size=size), asked, Rows([torch.arange(2)], [2]))
     assert isinstance(found, contextlib.nullcontext) is not open_
 
 
 def test_after_it_is_closed_nothing_is_caught_any_more(monkeypatch):
     layer, rows = nn.BatchNorm1d(3), randomly(8, 3)
     expected = copy.deepcopy(layer)(rows)
-    with synchronised(ALONE, True, deal(8, 1, ALONE).whole(0)):
+    with synchronised(SINGLE, True, deal(8, 1, SINGLE).whole(0)):
         layer(rows)
     monkeypatch.setattr("cdc_plugin.training.sync_batchnorm._batch_norm", lambda *_, **__: pytest.fail("still caught"))
     assert torch.equal(copy.deepcopy(layer)(rows), expected)
@@ -284,7 +287,7 @@ def test_after_it_is_closed_nothing_is_caught_any_more(monkeypatch):
 def test_half_precision_comes_out_as_it_went_in_and_is_computed_in_single(exact):
     layer, rows = with_weights(nn.BatchNorm2d(4)), randomly(16, 4, 5, 6) + 3
     halves = rows.bfloat16().requires_grad_()
-    with synchronised(World(exact=exact), True, deal(16, 1, World(exact=exact)).whole(0)):
+    with synchronised(Distributed(exact=exact), True, deal(16, 1, Distributed(exact=exact)).whole(0)):
         output = layer(halves)
     output.sum().backward()
     assert output.dtype == halves.grad.dtype == torch.bfloat16

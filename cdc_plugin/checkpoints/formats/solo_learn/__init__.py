@@ -56,7 +56,7 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if network is None:  # one that solo-learn does not have, put in by the user
         found = load_bare(part, wanted).backbone
         assert found.spec is not None
-        open_facts = tuple(fact for fact in found.assumed if fact.startswith("stem."))
+        open_facts = tuple(fact for fact in found.inferred if fact.startswith("stem."))
         network = Network(found.spec, part.state, open_facts, found.input_size if run is None else None)
     source = str(checkpoint.path)
     module, feature_dim, matched = build_with_weights(network.spec, network.weights, source, wanted.partial)
@@ -65,13 +65,13 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     size = network.size or (input_size(run) if run else None)
     usual = 32 if network.spec["family"] == "wide_resnet" else image_size_default(network.spec)
     mean, std = said or (CIFAR10 if (size or usual) <= 32 else IMAGENET)
-    assumed = [*network.assumed, *(() if said else ("mean", "std")), *(() if size else ("input_size",))]
+    inferred = [*network.inferred, *(() if said else ("mean", "std")), *(() if size else ("input_size",))]
     backbone = Backbone(
-        module, feature_dim, mean, std, size or usual, network.spec, assumed=tuple(dict.fromkeys(assumed))
+        module, feature_dim, mean, std, size or usual, network.spec, inferred=tuple(dict.fromkeys(inferred))
     )
     stated = f"as solo-learn has them for {run.dataset}" if run and said else "usual, nothing beside the file says"
     why = dict(network.why) | {"mean": stated, "std": stated, "branch": prefix.rstrip(".")}
-    why["input_size"] = "usual, nothing beside the file says" if "input_size" in assumed else "stated by the run"
+    why["input_size"] = "usual, nothing beside the file says" if "input_size" in inferred else "stated by the run"
     epoch = payload_fields(checkpoint.payload).get("epoch")
     origin = Origin(_writer(run), describe(network.spec), epoch if isinstance(epoch, int) else None, why)
     return Loaded(backbone, origin, matched=matched)

@@ -67,7 +67,7 @@ TRAINING_ONLY = ("drop", "attn_drop", "proj_drop", "pos_drop", "patch_drop", "we
 
 @dataclass(frozen=True)
 class Network:
-    """A network to build, the weights under the names it has there, and what was assumed of it.
+    """A network to build, the weights under the names it has there, and what was inferred of it.
 
     Args:
         size: side of the images that it can take, where the network itself fixes it.
@@ -75,7 +75,7 @@ class Network:
 
     spec: dict[str, Any]
     weights: dict[str, Tensor]
-    assumed: tuple[str, ...] = ()
+    inferred: tuple[str, ...] = ()
     size: int | None = None
     why: dict[str, str] = field(default_factory=dict)
 
@@ -178,13 +178,13 @@ def _many_heads(weights: Mapping[str, Tensor], run: RunArgs | None, reconstructs
 def _swin(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _reconstructs: bool) -> Network:
     name = name or _by_stages(SWINS, weights["patch_embed.proj.weight"].shape[0], weights, "layers")
     kwargs = _settings(run, "img_size", "window_size")
-    assumed: tuple[str, ...] = ()
+    inferred: tuple[str, ...] = ()
     if run is not None and (run.nested or kwargs):
         kwargs = {"img_size": 224, "window_size": 7} | kwargs
     else:
         windows = [_window(weights, stage) for stage in range(4)]
         side = _swin_side(weights, windows)
-        assumed = () if side else ("input_size",)
+        inferred = () if side else ("input_size",)
         kwargs = {"img_size": side or 224, "window_size": windows[0]}
     # What follows from the sizes is not stored by newer releases of timm, which also count a stage's
     # downsampling to the next one.
@@ -192,7 +192,7 @@ def _swin(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _re
     if any(key.startswith("layers.0.downsample.") for key in kept):
         kept = {_next_stage(key): value for key, value in kept.items()}
     spec = {"family": "timm", "name": f"{name}_patch4_window7_224", "kwargs": kwargs}
-    return Network(spec, kept, assumed, size=None if assumed else _side(kwargs["img_size"]))
+    return Network(spec, kept, inferred, size=None if inferred else _side(kwargs["img_size"]))
 
 
 def _window(weights: Mapping[str, Tensor], stage: int) -> int:

@@ -85,8 +85,8 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
         why["input_size"] = "by its position embeddings"
     # A run that states its model leaves the rest to timm's settings; bare weights may have been trained otherwise.
     known = {*said, *(["input_size"] if by_positions else []), *(INPUT_FACTS if stated_arch(checkpoint) else [])}
-    assumed = [fact for fact in INPUT_FACTS if fact not in known]
-    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec, assumed)
+    inferred = [fact for fact in INPUT_FACTS if fact not in known]
+    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec, inferred)
     epoch = payload_fields(checkpoint.payload).get("epoch")
     origin = Origin("timm", describe(spec), epoch if isinstance(epoch, int) else None, why)
     return Loaded(backbone, origin, matched=matched)

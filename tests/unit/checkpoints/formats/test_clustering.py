@@ -80,7 +80,7 @@ def test_scan_pretext_gives_a_backbone_alone(tmp_path, small):
     assert (loaded.format, loaded.origin.epoch, loaded.origin.writer) == ("scan", 7, "SCAN (pretext)")
     assert_computes(loaded, small)
     assert_fed(loaded.backbone, CIFAR10, 32)
-    assert {"mean", "std", "input_size", "stem.pool"} == set(loaded.backbone.assumed)
+    assert {"mean", "std", "input_size", "stem.pool"} == set(loaded.backbone.inferred)
 
 
 def test_second_stage_of_scan_uses_the_head_that_its_file_calls_best(tmp_path, small):
@@ -117,7 +117,7 @@ def test_scan_network_for_stl_is_told_from_that_for_cifar(tmp_path):
 
 def test_pool_that_no_name_or_shape_tells_stays_open_for_images_to_settle(tmp_path, small):
     state, _ = scan_state(small)
-    assert "stem.pool" in load_checkpoint(written(tmp_path, state)).backbone.assumed
+    assert "stem.pool" in load_checkpoint(written(tmp_path, state)).backbone.inferred
 
 
 def test_path_decides_between_data_sets_that_fit_alike(tmp_path, small):
@@ -169,7 +169,7 @@ def test_secu_tells_its_data_set_by_the_number_of_labels_it_keeps(tmp_path, smal
         payload, *_ = secu_payload(small, [20, 40], count)
         loaded = load_checkpoint(written(tmp_path, payload))
         assert_fed(loaded.backbone, statistics, size)
-        assert "stem.pool" not in loaded.backbone.assumed
+        assert "stem.pool" not in loaded.backbone.inferred
 
 
 def test_secu_refuses_centres_that_do_not_fit_its_projection(tmp_path, small):
@@ -199,7 +199,7 @@ def test_tcl_keeps_the_linear_layer_after_its_resnet_and_says_its_data_set(tmp_p
     assert loaded.format == "tcl"
     assert_computes(loaded, network, head, size=64)
     assert_fed(loaded.backbone, CIFAR20, 224)
-    assert loaded.backbone.assumed == ()
+    assert loaded.backbone.inferred == ()
 
 
 @pytest.mark.parametrize(("stem", "first"), [(CIFAR_STEM, 3), (LARGE_STEM, 4)])

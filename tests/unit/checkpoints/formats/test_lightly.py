@@ -61,7 +61,7 @@ def test_backbone_in_a_list_is_read_by_the_places_of_its_layers(tmp_path):
     found = loaded(lightning(tmp_path, backbone=in_a_list(network), projection_head=nn.Linear(10, 4)), network)
     assert (found.format, found.origin.epoch, found.matched) == ("lightly", 5, 1.0)
     assert found.backbone.mean.tolist() == pytest.approx([0.485, 0.456, 0.406])
-    assert found.backbone.assumed == ("mean", "std", "input_size")
+    assert found.backbone.inferred == ("mean", "std", "input_size")
     assert "lightly's default" in found.origin.why["mean"]
 
 
@@ -71,7 +71,7 @@ def test_list_without_a_pool_says_so_by_its_places(tmp_path):
     torch.save(prefixed(f=nn.Sequential(*parts), g=nn.Linear(10, 4)), tmp_path / "a.pth")
     found = loaded(tmp_path / "a.pth", network)
     assert found.backbone.spec["stem"]["pool"] is False
-    assert found.backbone.assumed == ("mean", "std", "input_size", "stem.padding", "stem.stride")
+    assert found.backbone.inferred == ("mean", "std", "input_size", "stem.padding", "stem.stride")
 
 
 def test_bare_list_and_compiled_or_parallel_parts_are_read(tmp_path):
@@ -91,7 +91,7 @@ def test_resnet_of_lightly_loses_its_first_relu_in_a_list(tmp_path, splits):
     path = lightning(tmp_path, backbone=listed, projection_head=nn.Linear(64, 4))
     found = loaded(path, listed.train())  # eval() after train() joins the statistics of the splits
     assert found.backbone.spec["stem"]["relu"] is False
-    assert found.backbone.assumed == ("mean", "std", "input_size")
+    assert found.backbone.inferred == ("mean", "std", "input_size")
     torch.save({f"model.{key}": value for key, value in network.state_dict().items()}, tmp_path / "named.pth")
     network.linear = nn.Identity()
     assert "relu" not in loaded(tmp_path / "named.pth", network.train()).backbone.spec["stem"]
@@ -140,7 +140,7 @@ def test_masked_transformer_of_lightly_leaves_its_mask_token_behind(tmp_path):
     path = lightning(tmp_path, backbone=wrapper, decoder=nn.Linear(4, 4))
     found = loaded(path, network, images=torch.rand(2, 3, 48, 48))
     assert found.backbone.input_size == 48
-    assert found.backbone.assumed == ("mean", "std")
+    assert found.backbone.inferred == ("mean", "std")
     assert found.backbone.mean.tolist() == pytest.approx([0.485, 0.456, 0.406])  # not timm's for this model
 
 
@@ -149,7 +149,7 @@ def test_transformer_of_torchvision_of_any_size_has_the_usual_heads(tmp_path):
     network = randomised(vision.VisionTransformer(32, 16, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=96))
     network.heads = nn.Identity()
     found = loaded(lightning(tmp_path, backbone=nn.ModuleDict({"vit": network})), network)
-    assert "heads" in found.backbone.assumed
+    assert "heads" in found.backbone.inferred
     assert "no weight tells" in found.origin.why["heads"]
     rebuilt, size = build(found.backbone.spec)
     assert size == 192

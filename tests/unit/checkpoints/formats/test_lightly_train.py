@@ -46,7 +46,7 @@ def test_teacher_is_taken_and_the_student_on_request(tmp_path):
     assert (found.format, found.origin.writer, found.origin.epoch) == ("lightly-train", "lightly-train 0.18.0", 2)
     assert found.backbone.mean.tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert found.backbone.std.tolist() == pytest.approx([0.4, 0.5, 0.6])
-    assert found.backbone.assumed == ("input_size",)
+    assert found.backbone.inferred == ("input_size",)
     asked = load_checkpoint(path, wanted=Wanted(branch="online"))
     assert torch.equal(features(asked.backbone), features(student))
 
@@ -83,7 +83,7 @@ def test_export_is_told_by_its_folder_and_normalised_as_lightly_train_does(tmp_p
     assert torch.equal(features(found.backbone), features(network))
     assert found.format == "lightly-train"
     assert found.backbone.mean.tolist() == pytest.approx([0.485, 0.456, 0.406])  # timm's own are 0.5
-    assert {"mean", "std"} <= set(found.backbone.assumed)
+    assert {"mean", "std"} <= set(found.backbone.inferred)
 
 
 def test_whole_model_in_the_record_stands_in_where_the_weights_have_strange_names(tmp_path):

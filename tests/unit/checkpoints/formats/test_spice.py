@@ -57,7 +57,7 @@ def test_selected_checkpoint_of_spice_self_has_its_one_head(tmp_path):
     features = computed(network, given=images(32))
     torch.testing.assert_close(computed(loaded.heads[0], given=features), computed(head, given=features))
     assert loaded.backbone.mean.tolist() == pytest.approx(IMAGENET_MEAN)
-    assert loaded.backbone.assumed == ("input_size", "stem.pool")
+    assert loaded.backbone.inferred == ("input_size", "stem.pool")
 
 
 def test_training_checkpoint_of_spice_self_asks_which_of_its_heads(tmp_path):

@@ -46,7 +46,7 @@ def test_model_is_told_by_its_names_and_shapes_alone(tmp_path, name):
     torch.save(network.state_dict(), tmp_path / "a.pth")
     found = assert_same_features(tmp_path / "a.pth", network, 160)
     assert (found.format, found.backbone.spec["name"]) == ("timm", name)
-    assert {"mean", "std"} <= set(found.backbone.assumed)
+    assert {"mean", "std"} <= set(found.backbone.inferred)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_config_of_the_hub_states_model_and_input(tmp_path, nested):
     found = assert_same_features(tmp_path, network, 160)
     assert found.backbone.mean.tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert found.backbone.std.tolist() == pytest.approx([0.4, 0.5, 0.6])
-    assert found.backbone.assumed == ()
+    assert found.backbone.inferred == ()
 
 
 def test_average_of_a_run_is_taken_on_request_only(tmp_path):

@@ -49,7 +49,7 @@ def trained(true_spec, images, normalisation):
     return network.eval(), size
 
 
-def assumed(network, size, stem, facts=OPEN):
+def inferred(network, size, stem, facts=OPEN):
     given = NORMALISATIONS["imagenet"]
     guessed, _ = build(spec(**stem))
     guessed.load_state_dict(network.state_dict())
@@ -100,18 +100,18 @@ def test_network_without_batchnorm_cannot_be_compared():
 def test_stem_and_normalisation_are_recovered_from_images(images, truth):
     own = candidate_normalisations(images)["own"]
     network, size = trained(spec(**truth), images, own)
-    found = settle(assumed(network, size, {"pool": not truth["pool"]}), images)
+    found = settle(inferred(network, size, {"pool": not truth["pool"]}), images)
     assert {name: found.backbone.spec["stem"][name] for name in truth} == truth
     assert found.backbone.mean.tolist() == pytest.approx(own[0], abs=0.02)
     assert found.backbone.std.tolist() == pytest.approx(own[1], abs=0.02)
-    assert found.backbone.assumed == ("input_size",)
+    assert found.backbone.inferred == ("input_size",)
     assert set(found.settled) == {"mean", "std", "stem.pool", "stem.padding", "stem.stride"}
     assert found.mismatch == found.compared[0]["mismatch"] < found.compared[1]["mismatch"]
 
 
 def test_only_what_is_assumed_is_settled(images):
     network, size = trained(spec(padding=2), images, NORMALISATIONS["none"])
-    found = settle(assumed(network, size, {}, facts=("stem.padding",)), images)
+    found = settle(inferred(network, size, {}, facts=("stem.padding",)), images)
     assert found.backbone.mean.tolist() == pytest.approx(NORMALISATIONS["imagenet"][0])
     assert all(row["normalisation"] == "given" for row in found.compared)
     assert all(row["padding"] in (1, 2) and "pool" not in row for row in found.compared)
@@ -119,13 +119,13 @@ def test_only_what_is_assumed_is_settled(images):
 
 def test_nothing_open_returns_the_backbone_itself(images):
     network, size = trained(spec(), images, NORMALISATIONS["none"])
-    backbone = assumed(network, size, {}, facts=("input_size",))
+    backbone = inferred(network, size, {}, facts=("input_size",))
     assert settle(backbone, images).backbone is backbone
 
 
 def test_images_of_another_kind_decide_nothing(images):
     network, size = trained(spec(), images, NORMALISATIONS["none"])
-    backbone = assumed(network, size, {})
+    backbone = inferred(network, size, {})
     noise = torch.randint(0, 2, images.shape, generator=torch.Generator().manual_seed(2)).mul(255).byte()
     found = settle(backbone, noise)
     assert found.backbone is backbone
@@ -135,14 +135,14 @@ def test_images_of_another_kind_decide_nothing(images):
 
 def test_images_a_little_unlike_still_refute_an_absurd_normalisation_but_no_stem(images):
     network, size = trained(spec(), images, NORMALISATIONS["none"])
-    backbone = assumed(network, size, {"padding": 2})
+    backbone = inferred(network, size, {"padding": 2})
     noise = torch.randint(0, 256, images.shape, generator=torch.Generator().manual_seed(2))
     found = settle(backbone, (0.7 * images + 0.3 * noise).byte())
     assert 0.4 < found.mismatch < 0.8
-    assert found.backbone.mean.tolist() == [0.0, 0.0, 0.0]  # ImageNet's was assumed
+    assert found.backbone.mean.tolist() == [0.0, 0.0, 0.0]  # ImageNet's was inferred
     assert found.backbone.spec["stem"]["padding"] == 2
     assert not found.settled
-    assert set(found.backbone.assumed) == set(OPEN)
+    assert set(found.backbone.inferred) == set(OPEN)
     assert "unlike" in found.reason
     assert "normalisation none" in found.reason
 
@@ -150,7 +150,7 @@ def test_images_a_little_unlike_still_refute_an_absurd_normalisation_but_no_stem
 def test_images_of_another_shape_are_refused(images):
     network, size = trained(spec(), images, NORMALISATIONS["none"])
     with pytest.raises(UserError, match=r"\(N, 3, S, S\), found \(48, 32, 32, 3\)"):
-        settle(assumed(network, size, {}), images.permute(0, 2, 3, 1))
+        settle(inferred(network, size, {}), images.permute(0, 2, 3, 1))
 
 
 def test_expected_activation_of_one_draw_is_the_rectified_gaussian_mean():

@@ -23,7 +23,7 @@ def images():
 
 
 def stated(true_spec, images, normalisation="cifar10", said=None, said_normalisation=None, size=32):
-    """A network that has seen the images one way, and a backbone that states another; nothing is assumed."""
+    """A network that has seen the images one way, and a backbone that states another; nothing is inferred."""
     generator = torch.Generator().manual_seed(1)
     network, feature_dim = build(true_spec)
     for module in network.modules():

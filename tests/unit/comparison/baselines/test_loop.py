@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.loop import Descent, features_of, train_epochs
 from cdc_plugin.comparison.baselines.task import Task
-from cdc_plugin.config.schema import RefineConfig, steps_an_epoch
+from cdc_plugin.config.schema import RefineConfig, steps_per_epoch
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import own_randomness
+from cdc_plugin.training.device import fork_rng
 from tests.helpers.blob_tasks import SIZE, blob_task
 
 CPU = torch.device("cpu")
@@ -32,12 +32,12 @@ def case_of(backbone: nn.Module | None = None, **settings) -> Case:
 
 
 def with_batchnorm_and_dropout() -> nn.Module:
-    with own_randomness(torch.Generator().manual_seed(1), CPU):
+    with fork_rng(torch.Generator().manual_seed(1), CPU):
         return nn.Sequential(nn.Linear(SIZE, 5), nn.BatchNorm1d(5), nn.Dropout(0.1)).eval()
 
 
 def linear(task: Task) -> LayeredHead:
-    with own_randomness(torch.Generator().manual_seed(3), CPU):
+    with fork_rng(torch.Generator().manual_seed(3), CPU):
         return LayeredHead([["linear", task.feature_dim, 3]])
 
 
@@ -59,7 +59,7 @@ def test_every_image_is_used_once_an_epoch_in_as_many_steps_as_cdc_takes():
         return {"loss": torch.tensor(0.0)}
 
     train_epochs(task, linear(task), step)
-    steps = steps_an_epoch(task.images, task.config)
+    steps = steps_per_epoch(task.images, task.config)
     assert len(calls) == 2 * steps == 8
     for epoch in (calls[:steps], calls[steps:]):
         assert torch.cat(epoch).sort().values.tolist() == list(range(120))

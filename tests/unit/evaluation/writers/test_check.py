@@ -130,7 +130,8 @@ def test_a_folder_of_images_suits_every_format(tmp_path, images, to):
 
 def test_checking_a_file_needs_neither_torch_nor_numpy(tmp_path):
     code = (
-        "import sys, pathlib; from cdc_plugin.evaluation import writers as outputs; outputs.check(None, pathlib.Path(sys.argv[1]), False);"
+        "import sys, pathlib; from cdc_plugin.evaluation import writers; "
+        "writers.check(None, pathlib.Path(sys.argv[1]), False);"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "p.csv")], check=True)

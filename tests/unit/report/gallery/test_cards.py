@@ -11,7 +11,7 @@ import pytest
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import make_table, prediction_table, with_column
 from cdc_plugin.report.gallery.cards import cluster_cards, confused_pairs, look_first, pictures_of_a_kind
-from cdc_plugin.report.page_data import Findings
+from cdc_plugin.report.page_data import PageData
 
 
 def findings_of(
@@ -21,7 +21,7 @@ def findings_of(
     class_names: list[str] | None = None,
     side: int = 8,
     **columns: np.ndarray,
-) -> Findings:
+) -> PageData:
     """Predictions of random pictures; further columns of the table by name."""
     count = len(probs)
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
@@ -30,10 +30,10 @@ def findings_of(
     table = prediction_table(names, probs if clustering is None else np.asarray(clustering, np.float32), probs)
     for name, values in columns.items():
         table = with_column(table, name, values)
-    return Findings("x", [], [], [], {}, table, probs, ImageSet(pixels, names, labels, class_names))
+    return PageData("x", [], [], [], {}, table, probs, ImageSet(pixels, names, labels, class_names))
 
 
-def random_findings(count: int, clusters: int, **more) -> Findings:
+def random_findings(count: int, clusters: int, **more) -> PageData:
     return findings_of(np.random.default_rng(1).dirichlet(np.full(clusters, 0.2), count), **more)
 
 
@@ -41,7 +41,7 @@ def plain(text: str) -> str:
     return text.replace("\u00a0", " ")
 
 
-def every_thumbnail(findings: Findings) -> list:
+def every_thumbnail(findings: PageData) -> list:
     cards = cluster_cards(findings)
     return [
         *(thumbnail for card in cards for thumbnail in card.typical + card.borderline + card.doubtful),
@@ -225,7 +225,7 @@ def test_a_hundred_thousand_images_in_two_hundred_clusters_take_seconds():
     columns = {"cluster": cluster, "confidence": confidence, "clustering_confidence": confidence}
     table = make_table(names, {**columns, "second_cluster": second})
     pixels = np.random.default_rng(2).integers(0, 256, (100_000, 8, 8, 3), dtype=np.uint8)
-    big = Findings("x", [], [], [], {}, table, probs, ImageSet(pixels, names))
+    big = PageData("x", [], [], [], {}, table, probs, ImageSet(pixels, names))
     started = time.process_time()
     shown = every_thumbnail(big)
     assert time.process_time() - started < 8  # one or two on an idle core

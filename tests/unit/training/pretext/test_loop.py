@@ -7,7 +7,7 @@ from torch import nn
 
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import generator, own_randomness
+from cdc_plugin.training.device import fork_rng, generator
 from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
 from cdc_plugin.training.pretext.loop import Pretrainer, spread
 from cdc_plugin.training.pretext.methods import METHODS, Sizes
@@ -22,7 +22,7 @@ def config_of(method: str, *words: str):
 
 
 def trainer_of(config) -> Pretrainer:
-    with own_randomness(generator(config.seed), CPU):
+    with fork_rng(generator(config.seed), CPU):
         # Dropout: what is drawn inside the network must be the same in a resumed run.
         network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(1))
         backbone = Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8)

@@ -73,7 +73,7 @@ def test_a_run_writes_exactly_its_files_and_all_settings(finished, archive):
 def test_the_result_is_a_backbone_that_states_its_input_and_its_origin(finished):
     backbone = load_backbone(finished.folder)
     assert backbone.input_size == 16
-    assert backbone.assumed == ()
+    assert backbone.inferred == ()
     assert backbone.mean.tolist() == pytest.approx(finished.config.mean)
     assert backbone(torch.zeros(2, 3, 16, 16)).shape == (2, 128)
     provenance = json.loads((finished.folder / "model.json").read_text())["provenance"]

@@ -104,7 +104,7 @@ def test_resnet_of_a_cifar_run_has_padding_two_and_the_statistics_of_the_run(res
     assert_rebuilt_from_json(found)
     assert found.backbone.spec["stem"] == CIFAR_STEM
     assert found.backbone.std.tolist() == pytest.approx([0.2673, 0.2564, 0.2762])
-    assert (found.backbone.assumed, found.backbone.input_size, found.origin.epoch) == ((), 32, 7)
+    assert (found.backbone.inferred, found.backbone.input_size, found.origin.epoch) == ((), 32, 7)
     assert "byol" in found.origin.writer
 
 
@@ -113,18 +113,18 @@ def test_version_of_cdc_has_padding_one():
     assert_same(network, loaded(checkpoint(network, args_for("resnet34") | {"process_bar": {}})))
     bare = loaded(checkpoint(network))  # solo-learn itself has no ResNet-34
     assert_same(network, bare)
-    assert "stem.padding" in bare.backbone.assumed
+    assert "stem.padding" in bare.backbone.inferred
 
 
 def test_without_arguments_the_padding_is_that_of_solo_learn_and_left_to_the_images(resnet):
     found = loaded(checkpoint(resnet))
     assert_same(resnet, found)
-    assert set(found.backbone.assumed) == {"stem.padding", "mean", "std", "input_size"}
+    assert set(found.backbone.inferred) == {"stem.padding", "mean", "std", "input_size"}
 
 
 def test_small_stem_on_data_of_ones_own_leaves_all_of_it_open(resnet):
     found = loaded(checkpoint(resnet, args_for("resnet18", dataset="custom")))
-    assert set(found.backbone.assumed) == {"stem.padding", "stem.pool", "stem.stride"}
+    assert set(found.backbone.inferred) == {"stem.padding", "stem.pool", "stem.stride"}
 
 
 def test_resnet_for_large_images_keeps_its_stem():
@@ -132,7 +132,7 @@ def test_resnet_for_large_images_keeps_its_stem():
     network.fc = nn.Identity()
     found = loaded(checkpoint(shaken(network), args_for("resnet18", dataset="imagenet100", size=96)))
     assert_same(network, found, torch.rand(2, 3, 64, 64))
-    assert (found.backbone.assumed, found.backbone.input_size) == ((), 96)
+    assert (found.backbone.inferred, found.backbone.input_size) == ((), 96)
 
 
 def test_files_before_1_0_3_call_the_network_encoder(resnet):
@@ -158,7 +158,7 @@ def test_vits_of_two_methods_have_other_heads_at_the_same_shapes(method, heads):
     network = vit(heads)
     found = loaded(checkpoint(network, args_for("vit_tiny", method, **VIT, drop_path_rate=0.1)))
     assert_same(network, found)
-    assert (found.backbone.assumed, found.backbone.input_size) == ((), 32)
+    assert (found.backbone.inferred, found.backbone.input_size) == ((), 32)
 
 
 @pytest.mark.parametrize(("zero", "heads"), [(True, 12), (False, 3)])
@@ -211,7 +211,7 @@ def test_convnext_is_told_by_its_shapes_too():
     network = shaken(timm.create_model("convnext_tiny", num_classes=0))
     found = loaded(checkpoint(network))
     assert_same(network, found)
-    assert {"mean", "std", "input_size"} == set(found.backbone.assumed)
+    assert {"mean", "std", "input_size"} == set(found.backbone.inferred)
 
 
 def wide_resnet_reference(state, images):
@@ -288,7 +288,7 @@ def test_run_folder_is_read_from_disk_without_the_classes_it_pickles(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps(args))
     found = load_checkpoint(tmp_path)
     assert found.format == "solo-learn"
-    assert found.backbone.assumed == ()
+    assert found.backbone.inferred == ()
     assert_same(network, found)
 
 
