@@ -14,6 +14,8 @@ from torch import nn
 
 from cdc_plugin.config.schema import RefineConfig, batch_sizes, load_config, steps_per_epoch, to_yaml
 from cdc_plugin.core.mahalanobis import fit_prototypes
+from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.prediction_table import prediction_table, write_table
@@ -32,9 +34,9 @@ from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.report.of_run import findings_of_run
 from cdc_plugin.report.run_page import write_page
-from cdc_plugin.training.batches import FINAL, QUALITY, batches_of, cached_views, fresh_views, training_views
+from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views
 from cdc_plugin.training.collapse import as_warnings, findings, new_findings, refuse_dead
-from cdc_plugin.training.device import choose_device, generator, write_atomically
+from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.distributed import SINGLE, Distributed, joined, restarted, settled
 from cdc_plugin.training.inputs import check_request, configure, open_data
 from cdc_plugin.training.prepare import check_shares, frozen_views, gather, initialise

@@ -20,6 +20,7 @@ from cdc_plugin.comparison.datasets import Opened
 from cdc_plugin.comparison.methods import Method, absolute
 from cdc_plugin.comparison.train import TRAININGS, Bench, Outcome, fits
 from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.report_record import extract_features, head_probabilities, measure_head
@@ -27,7 +28,6 @@ from cdc_plugin.metrics import summary_hard, summary_outliers
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer, load_model
 from cdc_plugin.models.initialise import choose_init
-from cdc_plugin.training.device import write_atomically
 
 VERSION = 1
 

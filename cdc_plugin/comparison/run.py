@@ -21,9 +21,10 @@ from cdc_plugin.comparison.methods import Method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds
 from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import verdict
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.report.grid_page import write_grid
-from cdc_plugin.training.device import choose_device, write_atomically
+from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.progress import CellProgress, log, log_to
 from cdc_plugin.training.run_folder import COMPARISON, LOG, PAGE, REPORT, comparison_folder
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
 from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
 from cdc_plugin.comparison.temperature import fit_temperature, scaled
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
 from cdc_plugin.metrics.clustering import true_columns
 from cdc_plugin.metrics.validation import probability_table
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import fork_rng, generator
 
 SPLIT = 19  # purpose of random numbers, beside those of `baselines.task`
 

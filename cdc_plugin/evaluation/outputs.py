@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes, fit_prototypes
+from cdc_plugin.core.random_streams import AUGMENTATION, FINAL, QUALITY, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.models import EvaluatedModel
@@ -19,9 +20,8 @@ from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
 from cdc_plugin.evaluation.report_record import extract_features, head_probabilities, kmeans_assignment, measure
 from cdc_plugin.metrics import summary_outliers
 from cdc_plugin.report.of_evaluation import TITLES
-from cdc_plugin.training.batches import AUGMENTATION, FINAL, QUALITY, training_views
+from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.choose_augmentation import choose_augmentation
-from cdc_plugin.training.device import generator
 from cdc_plugin.training.progress import progress
 
 PRECISION = "float32"

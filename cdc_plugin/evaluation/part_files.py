@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.sources.base import digest_of
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import write_atomically
 from cdc_plugin.training.progress import log
 
 NOTES = "about.json"

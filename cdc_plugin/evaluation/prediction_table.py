@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.training.device import write_atomically
+from cdc_plugin.data.atomic import write_atomically
 
 BLOCK = 8192  # rows that are turned into text at once
 

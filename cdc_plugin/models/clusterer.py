@@ -29,11 +29,11 @@ from cdc_plugin.checkpoints.load import Loaded, Wanted, load_checkpoint
 from cdc_plugin.checkpoints.read import strip_prefix
 from cdc_plugin.checkpoints.weights import load_strictly
 from cdc_plugin.core.mahalanobis import Prototypes
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import ViewSettings, plain_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import write_atomically
 
 
 class Clusterer(nn.Module):

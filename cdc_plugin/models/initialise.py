@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, prototype_head, standardize_rows
+from cdc_plugin.core.random_streams import fork_rng
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
-from cdc_plugin.training.device import fork_rng
 
 Refine = Callable[[Tensor], Tensor]
 INITS = ("prototypes", "keep", "random")

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from cdc_plugin import __version__
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.metrics import correct_samples
 from cdc_plugin.metrics.selective import accept_to_target
 from cdc_plugin.report.charts.clusters import cluster_chart, cluster_means
@@ -36,7 +37,6 @@ from cdc_plugin.report.words import (
     shorten,
     writable,
 )
-from cdc_plugin.training.device import write_atomically
 
 UNFOLDED = 24  # so many clusters are shown at once; more come in groups
 GROUP = 20

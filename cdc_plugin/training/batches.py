@@ -8,20 +8,17 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.config.schema import RefineConfig, batch_sizes
+from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import view_settings
-from cdc_plugin.training.device import generator
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.progress import progress
 from cdc_plugin.training.refiner import Views
 from cdc_plugin.training.sub_batches import plan_shards_of
 from cdc_plugin.training.sync_batchnorm import synchronised
-
-# Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream. Training uses 2.
-ORDER, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 3, 4, 5, 6, 7
 
 MakeViews = Callable[[Tensor, torch.Generator], Views]
 

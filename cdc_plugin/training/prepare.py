@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig, resolve
 from cdc_plugin.core.calibration import calibrations
+from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.errors import UserError
@@ -27,9 +28,9 @@ from cdc_plugin.evaluation.report_record import (
 )
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, choose_init, initial_heads, with_clusters
-from cdc_plugin.training.batches import AUGMENTATION, INITIALISATION, training_views, view_features
+from cdc_plugin.training.batches import training_views, view_features
 from cdc_plugin.training.choose_augmentation import choose_augmentation
-from cdc_plugin.training.device import choose_device, generator
+from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.features import Features, find_rows, keep_rows
 from cdc_plugin.training.inputs import open_data, open_network, resolve_input

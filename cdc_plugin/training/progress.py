@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.training.device import write_atomically
+from cdc_plugin.data.atomic import write_atomically
 
 log = logging.getLogger("cdc_plugin")
 

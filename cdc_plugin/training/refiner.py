@@ -21,10 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.calibration import calibrations, hard_targets
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
+from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
 from cdc_plugin.core.selection.addons import make_selector
 from cdc_plugin.core.selection.confident import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
-from cdc_plugin.training.device import autocast, fork_rng, generator, rate_factor
+from cdc_plugin.training.device import autocast, rate_factor
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.exact import sum_gradients
 from cdc_plugin.training.sub_batches import Part, parts_of, plan_shards_of
@@ -138,7 +139,7 @@ class Refiner:
         while self.epoch < self.config.epochs:
             current = self.under_way
             if not current.logs:
-                current.randomness = generator(self.config.seed, 2, self.epoch)
+                current.randomness = generator(self.config.seed, TRAINING, self.epoch)
             for views in batches(self.epoch, len(current.logs)):
                 current.logs.append(self.train_batch(views, current.randomness))
                 after_batch(current.logs[-1])

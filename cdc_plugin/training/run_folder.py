@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from cdc_plugin.config.schema import RefineConfig, load_config
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import write_atomically
 
 try:
     import fcntl

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.registry import Registry
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import write_atomically
 
 log = logging.getLogger("cdc_plugin")
 NOTES = "trackers.json"  # what every tracker has got so far, so that a resumed run goes on where it stopped

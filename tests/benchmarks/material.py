@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.random_streams import generator
 from cdc_plugin.data.images import open_images
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import generator
 
 DIGITS_MEAN, DIGITS_STD = (0.31,) * 3, (0.35,) * 3
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cdc_plugin.comparison.baselines.cc_losses import cluster_contrast, pair_contrast
 from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
 from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import fork_rng, generator
 
 INSTANCE_DIM = 128
 INSTANCE_TEMPERATURE, CLUSTER_TEMPERATURE = 0.5, 1.0

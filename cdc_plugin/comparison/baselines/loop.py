@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.task import Task, order_of
 from cdc_plugin.config.schema import RefineConfig, steps_per_epoch, sub_batches
+from cdc_plugin.core.random_streams import fork_rng
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import autocast, fork_rng, rate_factor
+from cdc_plugin.training.device import autocast, rate_factor
 
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 

@@ -12,8 +12,8 @@ from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
 from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.losses import negative_entropy
 from cdc_plugin.core.neighbours import balanced_cross_entropy, consistency_loss, nearest_neighbours, scan_loss
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import fork_rng, generator
 
 # SCAN's numbers. Its code trains ten heads on ImageNet and one on smaller sets; they cost next to nothing, so
 # there are always ten here.

@@ -31,8 +31,8 @@ from cdc_plugin.comparison.baselines.secu_losses import (
 from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import STARTS
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import CosineHead
-from cdc_plugin.training.device import fork_rng, generator
 
 PROJECTION_DIM = 128
 TEMPERATURE = 0.05  # of features and of centres

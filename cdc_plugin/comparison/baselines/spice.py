@@ -17,8 +17,8 @@ from cdc_plugin.comparison.baselines.loop import Descent, end_epoch, features_of
 from cdc_plugin.comparison.baselines.spice_losses import double_softmax_loss, prototype_labels
 from cdc_plugin.comparison.baselines.task import WEIGHTS, MakeView, Task, order_of
 from cdc_plugin.config.schema import batch_sizes, sub_batches
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import fork_rng, generator
 
 # Of SPICE's code: heads, and how often the samples of a batch are trained on before labels are made again.
 HEADS, REPEATS = 10, 8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.config.schema import RefineConfig, batch_sizes
-from cdc_plugin.training.device import generator
+from cdc_plugin.core.random_streams import generator
 
 MakeView = Callable[[Tensor, torch.Generator], Tensor]
 

@@ -68,6 +68,6 @@ def write_audit(
 
 
 def _write(path: Path, content: bytes) -> None:
-    from cdc_plugin.training.device import write_atomically
+    from cdc_plugin.data.atomic import write_atomically
 
     write_atomically(path, lambda temporary: temporary.write_bytes(content))

@@ -18,8 +18,8 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.evaluation.writers.names import cluster_names, plain_columns
-from cdc_plugin.training.device import write_atomically
 
 logger = logging.getLogger(__name__)
 

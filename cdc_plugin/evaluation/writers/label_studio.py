@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 import numpy as np
 
 from cdc_plugin import __version__
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.evaluation.writers.names import cluster_names, plain_rows, unicode_name, write_entries
-from cdc_plugin.training.device import write_atomically
 
 CONTROL, OBJECT = "cluster", "image"  # names that the interface gives and predictions refer to
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_.~/-]")  # everything else is percent-encoded in a URL

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cdc_plugin.training.device import write_atomically
+from cdc_plugin.data.atomic import write_atomically
 
 
 def image_folder(source: Path) -> Path:

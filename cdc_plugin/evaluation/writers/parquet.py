@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.evaluation.writers.names import unicode_name
-from cdc_plugin.training.device import write_atomically
 
 ROWS = 131_072  # in a group, at least: small ones are slow to read
 FLAGS = ("trusted", "outlier", "selected")

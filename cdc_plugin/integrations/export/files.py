@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cdc_plugin.checkpoints.formats.native import VERSION
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export.source import Source
-from cdc_plugin.training.device import write_atomically
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export.files import Written, check_file
 from cdc_plugin.integrations.export.source import Source, assumed_note
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import write_atomically
 
 OPSET = 18
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -14,6 +14,7 @@ from torch import Tensor
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
 from cdc_plugin.checkpoints.load import Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export.files import (
     Written,
@@ -25,7 +26,6 @@ from cdc_plugin.integrations.export.files import (
 )
 from cdc_plugin.integrations.export.source import Source, assumed_note, computes_alike
 from cdc_plugin.integrations.export.torchvision import torchvision_name
-from cdc_plugin.training.device import write_atomically
 
 # solo-learn's networks by the width of their first layer and the number of blocks in one of their stages.
 CONVNEXTS = {(96, 9): "tiny", (96, 27): "small", (128, 27): "base", (192, 27): "large"}

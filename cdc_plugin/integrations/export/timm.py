@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.resize import storage_size
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export.files import Written, check_folder, make_folder, write_description, write_json
 from cdc_plugin.integrations.export.source import Source, assumed_note, twin
 from cdc_plugin.integrations.export.torchvision import torchvision_name
 from cdc_plugin.models.architectures import build
-from cdc_plugin.training.device import write_atomically
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # What timm keeps of a model beside the input, needed to give it another classifier or other channels.

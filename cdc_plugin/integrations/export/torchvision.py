@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export.files import Written, check_file, check_free, companion, write_description
 from cdc_plugin.integrations.export.source import Source, assumed_note, twin
 from cdc_plugin.models.architectures import STEM
-from cdc_plugin.training.device import write_atomically
 
 # torchvision's ResNets by block, depths, groups and width per group; all have the widths 64/128/256/512.
 RESNETS = {

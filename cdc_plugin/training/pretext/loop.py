@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import autocast, fork_rng, generator
+from cdc_plugin.training.device import autocast
 from cdc_plugin.training.pretext.config import PretrainConfig
 from cdc_plugin.training.pretext.methods import Pretext
 

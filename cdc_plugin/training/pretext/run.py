@@ -15,13 +15,15 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.config.schema import batch_sizes
+from cdc_plugin.core.random_streams import fork_rng, generator
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
 from cdc_plugin.data.resize import SMALL_SIDE
 from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import choose_device, fork_rng, generator, write_atomically
+from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
     TITLES,

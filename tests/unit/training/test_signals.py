@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from cdc_plugin.cli import refine as cli
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import signals
-from cdc_plugin.training.device import write_atomically
 from cdc_plugin.training.signals import Terminated, ending_on_termination, noticing_termination
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a process cannot send itself SIGTERM here")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from cdc_plugin.comparison.baselines.loop import Descent, features_of, train_epochs
 from cdc_plugin.comparison.baselines.task import Task
 from cdc_plugin.config.schema import RefineConfig, steps_per_epoch
+from cdc_plugin.core.random_streams import fork_rng
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.device import fork_rng
 from tests.helpers.blob_tasks import SIZE, blob_task
 
 CPU = torch.device("cpu")

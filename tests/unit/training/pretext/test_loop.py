@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import fork_rng, generator
 from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
 from cdc_plugin.training.pretext.loop import Pretrainer, spread
 from cdc_plugin.training.pretext.methods import METHODS, Sizes
