@@ -15,11 +15,10 @@ from cdc_plugin.checkpoints.load import BRANCHES, Loaded, Wanted, formats, load_
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.weights import WeightsMismatchError, nearest
 from cdc_plugin.data.images import Progress, open_images
-from cdc_plugin.data.views import plain_view
+from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect_features import MOST_IMAGES, affordable, compare_neighbours, feature_spread
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import view_settings
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.inputs import adopt_native_size
 

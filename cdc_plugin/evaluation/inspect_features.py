@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from cdc_plugin.core.random_streams import generator
 from cdc_plugin.data.images import Progress
-from cdc_plugin.data.views import plain_view, weak_view
+from cdc_plugin.data.views import plain_view, view_settings, weak_view
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import view_settings
 
 MOST_IMAGES, FEWEST_IMAGES = 1000, 64
 SECONDS = 20.0  # aimed at for the four passes of `compare_neighbours`

@@ -18,7 +18,7 @@ from torch import Tensor
 from cdc_plugin.data.images import CHUNK, ImageSet, Progress, storage_size
 from cdc_plugin.data.resize import Pixels
 from cdc_plugin.data.stream import ImageStream, open_stream
-from cdc_plugin.data.views import ViewSettings, plain_view
+from cdc_plugin.data.views import ViewSettings, plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.part_files import Part
 from cdc_plugin.evaluation.prediction_table import (
@@ -29,7 +29,7 @@ from cdc_plugin.evaluation.prediction_table import (
     prediction_columns,
     with_column,
 )
-from cdc_plugin.models.clusterer import Clusterer, view_settings
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.inputs import resolve_input
 
 # Images looked at before the first prediction: where facts on the input are open, and where they are only checked.

@@ -22,8 +22,8 @@ from cdc_plugin.core.agreement import agreement, neighbour_consistency, separati
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.views import ViewSettings, plain_view, weak_view
-from cdc_plugin.models.clusterer import Clusterer, view_settings
+from cdc_plugin.data.views import ViewSettings, plain_view, view_settings, weak_view
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.device import autocast
 
 SAMPLE = 1024  # images that are looked at again in another view

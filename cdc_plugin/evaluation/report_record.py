@@ -19,10 +19,10 @@ from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.sources.base import digest_of
-from cdc_plugin.data.views import plain_view
+from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import Clusterer, view_settings
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.device import autocast
 from cdc_plugin.training.distributed import NEIGHBOURS, SINGLE, Distributed
 from cdc_plugin.training.features import Features, find_rows, keep_rows

@@ -31,7 +31,7 @@ from cdc_plugin.checkpoints.weights import load_strictly
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import open_images
-from cdc_plugin.data.views import ViewSettings, plain_view
+from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
 
@@ -174,9 +174,3 @@ def clusterer_of(loaded: Loaded, path: str | Path) -> Clusterer:
             f"{path} ({loaded.origin.writer}) has no clustering head; refine it first: cdc-refine --backbone {path}"
         )
     return Clusterer(loaded.backbone, loaded.heads[0], loaded.heads[-1]).eval()
-
-
-def view_settings(backbone: Backbone, **augmentation: Any) -> ViewSettings:
-    """The views that suit a backbone: its size and statistics, and the augmentation asked for."""
-    mean, std = backbone.mean.tolist(), backbone.std.tolist()
-    return ViewSettings(backbone.input_size, tuple(mean), tuple(std), **augmentation)

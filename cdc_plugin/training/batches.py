@@ -11,9 +11,8 @@ from cdc_plugin.config.schema import RefineConfig, batch_sizes
 from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, weak_view
+from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import view_settings
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.progress import progress
 from cdc_plugin.training.refiner import Views

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.views import plain_view, weak_view
+from cdc_plugin.data.views import plain_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import view_settings
 
 SAMPLE = 512
 CROP_SCALES = (0.2, 0.4, 0.6, 0.8)  # SCAN's 0.2 first, then milder ones

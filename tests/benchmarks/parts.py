@@ -15,9 +15,8 @@ from cdc_plugin.core.random_streams import generator
 from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
 from cdc_plugin.data.images import open_images
-from cdc_plugin.data.views import plain_view
+from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.evaluation.report_record import refine_over_all
-from cdc_plugin.models.clusterer import view_settings
 from cdc_plugin.training.features import Features
 
 FEATURES = 64  # D where growth is measured

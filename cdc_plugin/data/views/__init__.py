@@ -7,6 +7,7 @@ generator and then moved, so that a seed gives the same views on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +75,25 @@ class ViewSettings:
     @property
     def largest_hole(self) -> int:
         return min(self.input_size // 2, 32) if self.cutout is None else self.cutout
+
+
+class TakesImages(Protocol):
+    """A network that says what images it takes; a `Backbone` is one."""
+
+    input_size: int
+    mean: Tensor
+    std: Tensor
+
+
+def view_settings(network: TakesImages, **augmentation: Any) -> ViewSettings:
+    """Return the settings of views that suit a network: its input size and statistics, and the augmentation asked for.
+
+    >>> from types import SimpleNamespace
+    >>> network = SimpleNamespace(input_size=32, mean=torch.zeros(3), std=torch.ones(3))
+    >>> view_settings(network, flip=False).mean
+    (0.0, 0.0, 0.0)
+    """
+    return ViewSettings(network.input_size, tuple(network.mean.tolist()), tuple(network.std.tolist()), **augmentation)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from cdc_plugin.data.images import ImageSet
+from cdc_plugin.data.views import view_settings
 from cdc_plugin.evaluation.quality import WATCHED, Evidence, assess, predict_augmented, watch
-from cdc_plugin.models.clusterer import Clusterer, view_settings
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 
 CLUSTERS, IMAGES = 4, 400
