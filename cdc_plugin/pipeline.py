@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.config.schema import RefineConfig, batch_sizes, load_config, steps_per_epoch, to_yaml
+from cdc_plugin.config.load import load_config, to_yaml
+from cdc_plugin.config.schema import RefineConfig, batch_sizes, steps_per_epoch
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
 from cdc_plugin.data.atomic import write_atomically

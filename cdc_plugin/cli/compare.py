@@ -190,7 +190,7 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[SetOfImage
             for name in recipe.sets
         ]
     if options.demo:
-        from cdc_plugin.config.demo import demo_settings
+        from cdc_plugin.config.recipes import demo_settings
 
         return [SetOfImages("digits", "digits", {**demo_settings(), **_said(flags)}, words, outside)]
     missing = [name for name in ("backbone", "data") if not getattr(options, name)]

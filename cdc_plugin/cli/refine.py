@@ -101,7 +101,8 @@ def refine_parser() -> argparse.ArgumentParser:
 
 
 def _refine(options: argparse.Namespace) -> None:
-    from cdc_plugin.config.schema import load_config, recipe_names, recipe_summary, to_yaml
+    from cdc_plugin.config.load import load_config, to_yaml
+    from cdc_plugin.config.recipes import recipe_names, recipe_summary
 
     if options.list_recipes:
         for name in recipe_names():
@@ -134,7 +135,7 @@ def _refine(options: argparse.Namespace) -> None:
     }
     recipe = options.recipe
     if options.demo:
-        from cdc_plugin.config.demo import demo_settings
+        from cdc_plugin.config.recipes import demo_settings
 
         recipe = recipe or "digits"
         flags = {**demo_settings(), **{key: value for key, value in flags.items() if value is not None}}

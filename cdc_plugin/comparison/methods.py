@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 
-from cdc_plugin.config.schema import load_config
+from cdc_plugin.config.load import load_config
 from cdc_plugin.core.calibration import check_calibration
 from cdc_plugin.core.selection.addons import check_selection
 from cdc_plugin.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cdc_plugin.comparison.methods import Method, find_method
-from cdc_plugin.config.schema import recipe_folder
+from cdc_plugin.config.recipes import recipe_folder
 from cdc_plugin.errors import UserError
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, description_file
 from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
-from cdc_plugin.config.schema import RefineConfig, load_config
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.clusterer import Clusterer, clusterer_of, is_result, load_model

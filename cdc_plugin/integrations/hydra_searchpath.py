@@ -8,7 +8,7 @@ from __future__ import annotations
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from cdc_plugin.config.schema import recipe_folder
+from cdc_plugin.config.recipes import recipe_folder
 
 
 class RecipeSearchPath(SearchPathPlugin):

@@ -18,7 +18,7 @@ from torch import nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
 from cdc_plugin.checkpoints.load import load_backbone
-from cdc_plugin.config.schema import load_config
+from cdc_plugin.config.load import load_config
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.report_record import Report
 from cdc_plugin.models.backbone import Backbone

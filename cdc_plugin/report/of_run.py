@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.config.demo import BACKBONE
-from cdc_plugin.config.schema import RefineConfig, to_yaml
+from cdc_plugin.config.load import to_yaml
+from cdc_plugin.config.recipes import DEMO_BACKBONE
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.training.run_folder import CONFIG
@@ -72,7 +73,7 @@ def _facts(
     minutes, seconds = divmod(round(sum(epoch.get("seconds", 0) for epoch in history)), 60)
     unreadable = f", {len(images.skipped):,} could not be read" if images.skipped else ""
     labels = "for this report only" if metrics["labels"] else "none"
-    backbone = "the embedded one of the demo" if config.backbone == str(BACKBONE) else config.backbone
+    backbone = "the embedded one of the demo" if config.backbone == str(DEMO_BACKBONE) else config.backbone
     return [
         ("images", f"{len(images):,} from {images.source}{unreadable}"),
         ("clusters", str(metrics["clusters"])),

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from cdc_plugin.config.schema import RefineConfig, load_config
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cdc_plugin
-from cdc_plugin.config.demo import demo_settings
+from cdc_plugin.config.recipes import demo_settings
 
 SEEDS = range(5)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
-from cdc_plugin.config.schema import load_config, recipe_folder, recipe_names, to_yaml
+from cdc_plugin.config.load import load_config, to_yaml
+from cdc_plugin.config.recipes import recipe_folder, recipe_names
 from tests.helpers import ROOT
 
 SOLO_YAML = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.config.schema import recipe_folder
+from cdc_plugin.config.recipes import recipe_folder
 from tests.helpers import ROOT
 
 # What a machine without GPU, wandb and downloads needs: solo-learn's scripts are made for several GPUs.

@@ -164,7 +164,7 @@ def test_the_same_call_resumes_though_sizes_were_cut_and_numbers_rounded(tmp_pat
 
 
 def test_resume_without_a_run_asks_for_what_a_start_needs(tmp_path):
-    from cdc_plugin.config.schema import load_config
+    from cdc_plugin.config.load import load_config
     from cdc_plugin.pipeline import run
 
     with pytest.raises(UserError, match="missing --backbone, --data"):

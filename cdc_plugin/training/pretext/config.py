@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.config.schema import PRECISIONS, _refuse_unknown_keys, batch_sizes, recipe_folder
+from cdc_plugin.config.load import _refuse_unknown_keys
+from cdc_plugin.config.recipes import recipe_folder
+from cdc_plugin.config.schema import PRECISIONS, batch_sizes
 from cdc_plugin.errors import UserError
 
 

@@ -151,7 +151,7 @@ def test_an_error_of_the_program_is_not_disguised_as_the_users(monkeypatch):
     def broken(**_arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("cdc_plugin.config.schema.load_config", lambda *arguments: broken())
+    monkeypatch.setattr("cdc_plugin.config.load.load_config", lambda *arguments: broken())
     with pytest.raises(ZeroDivisionError):
         cli.refine_command(["--dry-run"])
 
@@ -165,7 +165,7 @@ def test_what_fails_because_it_was_interrupted_is_an_interruption(error, interru
         finally:
             raise error
 
-    monkeypatch.setattr("cdc_plugin.config.schema.load_config", interrupted)
+    monkeypatch.setattr("cdc_plugin.config.load.load_config", interrupted)
     with pytest.raises(SystemExit) as ended:
         cli.refine_command(["--demo"])
     assert ended.value.code == code
@@ -176,7 +176,7 @@ def test_an_interrupted_run_says_how_to_go_on(monkeypatch, capsys):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cdc_plugin.config.schema.load_config", interrupted)
+    monkeypatch.setattr("cdc_plugin.config.load.load_config", interrupted)
     with pytest.raises(SystemExit) as end:
         cli.refine_command([])
     assert end.value.code == 130

@@ -5,7 +5,7 @@ import pytest
 from cdc_plugin.comparison.grid import with_first_stages
 from cdc_plugin.comparison.methods import ALIASES, METHODS, absolute, check_settings, find_method
 from cdc_plugin.comparison.train import TRAININGS
-from cdc_plugin.config.schema import load_config
+from cdc_plugin.config.load import load_config
 from cdc_plugin.errors import UserError
 
 

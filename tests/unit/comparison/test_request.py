@@ -4,7 +4,7 @@ import pytest
 
 from cdc_plugin.comparison.methods import find_method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe, table_names, table_summary
-from cdc_plugin.config.schema import recipe_names
+from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.errors import UserError
 
 PAPER = ["tables/ablation", "tables/k-b-sweep", "tables/main", "tables/ood", "tables/retrofit", "tables/selection"]

@@ -1,6 +1,8 @@
 import pytest
 
-from cdc_plugin.config.schema import load_config, recipe_folder, recipe_names, resolve
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.recipes import recipe_folder, recipe_names
+from cdc_plugin.config.schema import resolve
 from cdc_plugin.core.selection.confident import selections
 from cdc_plugin.data.sources.named import datasets
 from cdc_plugin.data.views import ViewSettings

@@ -4,17 +4,9 @@ import math
 import pytest
 import yaml
 
-from cdc_plugin.config.schema import (
-    RefineConfig,
-    batch_sizes,
-    check,
-    load_config,
-    recipe_names,
-    recipe_summary,
-    resolve,
-    sub_batches,
-    to_yaml,
-)
+from cdc_plugin.config.load import load_config, to_yaml
+from cdc_plugin.config.recipes import recipe_names, recipe_summary
+from cdc_plugin.config.schema import RefineConfig, batch_sizes, check, resolve, sub_batches
 from cdc_plugin.errors import UserError
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cdc_plugin.checkpoints import Wanted
 from cdc_plugin.cli import inspect as cli_inspect
-from cdc_plugin.config.demo import demo_settings
+from cdc_plugin.config.recipes import demo_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.evaluation.inspect_features import (

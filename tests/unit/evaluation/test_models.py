@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cdc_plugin.config.schema import RefineConfig, to_yaml
+from cdc_plugin.config.load import to_yaml
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
 from cdc_plugin.models.clusterer import Clusterer, load_model

@@ -13,7 +13,8 @@ from typing import Any
 
 from cdc_plugin.checkpoints.formats.solo_learn.interpolation import resolve
 from cdc_plugin.checkpoints.locate import locate, read_sidecars
-from cdc_plugin.config.schema import INPUT_FACTS, recipe_names
+from cdc_plugin.config.recipes import recipe_names
+from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import UserError
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]

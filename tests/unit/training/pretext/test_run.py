@@ -13,7 +13,8 @@ from PIL import Image
 
 from cdc_plugin import __version__, load_backbone
 from cdc_plugin.cli.pretrain import METHODS, outcome, pretrain_command, pretrain_parser
-from cdc_plugin.config.schema import RefineConfig, to_yaml
+from cdc_plugin.config.load import to_yaml
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.training.pretext import run as pretraining
