@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cdc_plugin.config.load import load_config
 from cdc_plugin.core.calibration import check_calibration
-from cdc_plugin.core.selection.addons import check_selection
+from cdc_plugin.core.selection import check_selection
 from cdc_plugin.errors import UserError
 
 OURS, SELECTION, CALIBRATION, PARTS = "CDC", "selection", "calibration", "initialisation and heads"

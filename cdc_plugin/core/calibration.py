@@ -90,9 +90,13 @@ def l1_loss(logits: Tensor, targets: Tensor, strength: float) -> Tensor:
     return F.cross_entropy(logits, targets) + strength * logits.abs().sum(dim=1).mean()
 
 
-calibrations: Registry[Calibration] = Registry("calibration")
-calibrations.register("mini-clusters")(Calibration(mini_cluster_loss, strength=0.0, regional=True))
-calibrations.register("label-smoothing")(Calibration(label_smoothing_loss, strength=0.1, regional=False, strongest=1.0))
-calibrations.register("focal")(Calibration(focal_loss, strength=3.0, regional=False))
-calibrations.register("l1")(Calibration(l1_loss, strength=0.01, regional=False))
-calibrations.register("none")(Calibration(plain_loss, strength=0.0, regional=False))
+calibrations: Registry[Calibration] = Registry(
+    "calibration",
+    {
+        "mini-clusters": Calibration(mini_cluster_loss, strength=0.0, regional=True),
+        "label-smoothing": Calibration(label_smoothing_loss, strength=0.1, regional=False, strongest=1.0),
+        "focal": Calibration(focal_loss, strength=3.0, regional=False),
+        "l1": Calibration(l1_loss, strength=0.01, regional=False),
+        "none": Calibration(plain_loss, strength=0.0, regional=False),
+    },
+)

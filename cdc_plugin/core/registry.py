@@ -1,54 +1,63 @@
-"""Plug-in points: a name in a recipe or on the command line stands for a registered object, never for code."""
+"""Tables of objects by name: a recipe or a command line names an entry and never a path to code."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError
 
 T = TypeVar("T")
 
 
+@dataclass
 class Registry(Generic[T]):
-    """Objects by name; other packages add theirs through the entry point group ``cdc_plugin.<kind>``."""
+    """Entries by name; other packages add theirs through the entry point group ``cdc_plugin.<kind>``.
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._entries: dict[str, T] = {}
-        self._looked_for_plugins = False
+    >>> numbers = Registry("number", {"two": 2, "one": 1})
+    >>> numbers.get("two"), numbers.names(), "three" in numbers
+    (2, ['one', 'two'], False)
+    """
+
+    kind: str
+    entries: dict[str, T] = field(default_factory=dict)
+    plugins_loaded: bool = False
 
     def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that adds an entry; to be removed: pass all entries where the table is declared."""
+
         def keep(entry: T) -> T:
-            if name in self._entries:
+            if name in self.entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
-            self._entries[name] = entry
+            self.entries[name] = entry
             return entry
 
         return keep
 
     def get(self, name: str) -> T:
-        self._load_plugins()
-        if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, n=1)
+        """Return the entry of this name, or refuse and suggest the nearest one."""
+        if name not in self:
+            near = difflib.get_close_matches(name, self.entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})")
-        return self._entries[name]
+            raise ConfigError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(self.names())})")
+        return self.entries[name]
 
     def names(self) -> list[str]:
+        """Return all names in alphabetical order."""
         self._load_plugins()
-        return sorted(self._entries)
+        return sorted(self.entries)
 
     def __contains__(self, name: object) -> bool:
         self._load_plugins()
-        return name in self._entries
+        return name in self.entries
 
     def _load_plugins(self) -> None:
-        if self._looked_for_plugins:
+        if self.plugins_loaded:
             return
-        self._looked_for_plugins = True
+        self.plugins_loaded = True
         for point in entry_points(group=f"cdc_plugin.{self.kind.replace(' ', '_')}"):
-            if point.name not in self._entries:
-                self._entries[point.name] = point.load()
+            if point.name not in self.entries:
+                self.entries[point.name] = point.load()

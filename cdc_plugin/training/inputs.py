@@ -27,7 +27,7 @@ from cdc_plugin.checkpoints.load import Loaded, Origin, Wanted, load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.calibration import check_calibration
-from cdc_plugin.core.selection.addons import check_selection
+from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone

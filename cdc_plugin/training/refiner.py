@@ -22,7 +22,7 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.calibration import calibrations, hard_targets
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
-from cdc_plugin.core.selection.addons import make_selector
+from cdc_plugin.core.selection import make_selector
 from cdc_plugin.core.selection.confident import Seen, Selection
 from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
 from cdc_plugin.training.device import autocast, rate_factor

@@ -1,4 +1,4 @@
-"""Add-ons that admit moderately confident samples to a selection (Tang & Jia, CVPR 2022), and selections by name.
+"""Add-ons that admit moderately confident samples to a selection (Tang & Jia, CVPR 2022).
 
 CDC tries them in its appendix ("Moderately Confident Samples"). There they are fitted to FixMatch; here the trusted
 samples of the batch stand for the labelled and highly confident ones, and there are no averages over batches.
@@ -12,19 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.registry import Registry
-from cdc_plugin.core.selection import thresholds  # noqa: F401  (its selections register themselves)
-from cdc_plugin.core.selection.confident import Seen, Selection, Selector, selections
+from cdc_plugin.core.selection.confident import Seen, Selection, Selector
 
 AddOn = Callable[[Selection, Seen], Selection]
-addons: Registry[AddOn] = Registry("selection add-on")
 
 # The authors' settings for CIFAR-10. They ask for 0.95 of (1 + cosine) / 2, which is a cosine of 0.9.
 MODERATE = 0.75
 SYNCHRONOUS = 0.9
 
 
-@addons.register("ppf")
 def prototype_proximity(selection: Selection, seen: Seen) -> Selection:
     """Prototype proximity filter: admit what is as near to its cluster's prototype as the farthest trusted sample.
 
@@ -38,7 +34,6 @@ def prototype_proximity(selection: Selection, seen: Seen) -> Selection:
     return _admit_moderate(selection, seen, (similarity > 0) & (similarity >= farthest[labels]))
 
 
-@addons.register("gsf")
 def gradient_synchronisation(selection: Selection, seen: Seen) -> Selection:
     """Gradient synchronisation filter: admit what pulls the last layer the way its cluster's trusted samples do.
 
@@ -79,24 +74,6 @@ def gradient_similarity(selection: Selection, probs: Tensor, hidden: Tensor) -> 
     return along / length[selection.labels].clamp(min=1e-3)  # gradients that cancel have no direction
 
 
-def check_selection(name: str) -> None:
-    """Refuse names that `make_selector` does not know."""
-    _look_up(name)
-
-
-def make_selector(
-    name: str, images: int, clusters: int, threshold: float, momentum: float, device: torch.device
-) -> Selector:
-    """The selection of this name, which may be followed by add-ons: ``confident+gsf``, ``freematch+gsf+ppf``.
-
-    An add-on alone is added to CDC's selection: ``gsf`` is ``confident+gsf``. The other arguments are those of
-    `Selector`.
-    """
-    kind, added = _look_up(name)
-    selector = kind(images, clusters, threshold, momentum, device)
-    return Extended(selector, added, device) if added else selector
-
-
 class Extended(Selector):
     """A selection and what add-ons admit; each is shown what the selection trusts, so their order is of no matter."""
 
@@ -108,13 +85,6 @@ class Extended(Selector):
     def __call__(self, seen: Seen) -> Selection:
         selection = self.base(seen)
         return _with(selection, torch.stack([add(selection, seen).mask for add in self.added]).any(dim=0))
-
-
-def _look_up(name: str) -> tuple[type[Selector], list[AddOn]]:
-    first, *added = name.split("+")
-    if first in addons:
-        first, added = "confident", [first, *added]
-    return selections.get(first), [addons.get(part) for part in added]
 
 
 def _admit_moderate(selection: Selection, seen: Seen, alike: Tensor) -> Selection:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cdc_plugin.core.registry import Registry
 from cdc_plugin.errors import UserError
 
 
@@ -56,10 +55,6 @@ class Selector:
         raise NotImplementedError
 
 
-selections: Registry[type[Selector]] = Registry("selection")
-
-
-@selections.register("confident")
 class Confident(Selector):
     """`select_confident`: the selection of CDC."""
 
@@ -67,7 +62,6 @@ class Confident(Selector):
         return select_confident(seen.probs)
 
 
-@selections.register("confident-column")
 class ConfidentColumn(Selector):
     """`select_confident_column`: the stricter reading of Eq. 4."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdc_plugin.core.selection.confident import Seen, Selection, Selector, selections
+from cdc_plugin.core.selection.confident import Seen, Selection, Selector
 
 
 def select_above(probs: Tensor, thresholds: Tensor | float) -> Selection:
@@ -69,7 +69,6 @@ def adaptive_thresholds(level: Tensor, shares: Tensor) -> Tensor:
     return shares / shares.max() * level
 
 
-@selections.register("fixed")
 class Fixed(Selector):
     """`select_above` one threshold for all clusters and all times, as FixMatch and SCAN's self-labelling do."""
 
@@ -77,7 +76,6 @@ class Fixed(Selector):
         return select_above(seen.probs, self.threshold)
 
 
-@selections.register("flexmatch")
 class FlexMatch(Selector):
     """`select_above` thresholds that follow how many images each cluster has won.
 
@@ -95,7 +93,6 @@ class FlexMatch(Selector):
         return selection
 
 
-@selections.register("freematch")
 class FreeMatch(Selector):
     """`select_above` thresholds that follow the mean confidence and the size of each cluster.
 

@@ -232,7 +232,7 @@ def test_new_format_is_found_by_its_rank_without_touching_the_loader(tmp_path, m
     early = CheckpointFormat(
         "early", lambda _: True, lambda _checkpoint, _wanted: Loaded(made, Origin("early")), rank=1
     )
-    monkeypatch.setitem(formats._entries, "early", early)
+    monkeypatch.setitem(formats.entries, "early", early)
     assert find_format(read_checkpoint(path)).name == "early"
     assert load_backbone(path) is made
     assert load_backbone(path, format="torchvision") is not made

@@ -3,7 +3,7 @@ import pytest
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.recipes import recipe_folder, recipe_names
 from cdc_plugin.config.schema import resolve
-from cdc_plugin.core.selection.confident import selections
+from cdc_plugin.core.selection import selections
 from cdc_plugin.data.sources.named import datasets
 from cdc_plugin.data.views import ViewSettings
 

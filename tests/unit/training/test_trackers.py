@@ -49,7 +49,7 @@ class Recorder:
 @pytest.fixture
 def add(monkeypatch):
     """add(name, tracker): registered as a third party's would be."""
-    monkeypatch.setattr(trackers, "_entries", dict(trackers._entries))
+    monkeypatch.setattr(trackers, "entries", dict(trackers.entries))
 
     def register(name, tracker):
         trackers.register(name)(lambda: tracker)
@@ -87,7 +87,7 @@ def test_a_resumed_run_tells_what_was_missed_and_nothing_twice(add, tmp_path):
         raise KeyboardInterrupt  # the state of epoch 2 is saved, but it has not been told
     assert first.calls[-1] == ("close",)
     again = Recorder()
-    trackers._entries["one"] = lambda: again
+    trackers.entries["one"] = lambda: again
     with open_all(["one"], tmp_path, CONFIG, EPOCHS[:2]) as track:
         track.epoch(EPOCHS[2])
     assert again.calls[0][-1] == {"mine": "x", "epoch": 1}

@@ -5,15 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cdc_plugin.core.selection import addons, check_selection, make_selector
 from cdc_plugin.core.selection.addons import (
     MODERATE,
     SYNCHRONOUS,
     Extended,
-    addons,
-    check_selection,
     gradient_similarity,
     gradient_synchronisation,
-    make_selector,
     prototype_proximity,
     prototype_similarity,
 )

@@ -3,6 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cdc_plugin.core.selection import selections
 from cdc_plugin.core.selection.confident import (
     Confident,
     ConfidentColumn,
@@ -10,7 +11,6 @@ from cdc_plugin.core.selection.confident import (
     _top_samples,
     select_confident,
     select_confident_column,
-    selections,
 )
 from cdc_plugin.errors import UserError
 

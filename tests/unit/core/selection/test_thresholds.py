@@ -3,7 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.selection.confident import Seen, Selector, selections
+from cdc_plugin.core.selection import selections
+from cdc_plugin.core.selection.confident import Seen, Selector
 from cdc_plugin.core.selection.thresholds import (
     Fixed,
     FlexMatch,
