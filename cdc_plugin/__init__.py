@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cdc_plugin.checkpoints.load import load_backbone as load_backbone
+    from cdc_plugin.checkpoints.load_model import load_model as load_model
     from cdc_plugin.comparison.run import compare_methods as compare_methods
     from cdc_plugin.config.schema import AugmentConfig as AugmentConfig
     from cdc_plugin.config.schema import RefineConfig as RefineConfig
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from cdc_plugin.integrations.export import export_model as export_model
     from cdc_plugin.models.backbone import Backbone as Backbone
     from cdc_plugin.models.clusterer import Clusterer as Clusterer
-    from cdc_plugin.models.clusterer import load_model as load_model
     from cdc_plugin.pipeline import refine as refine
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _HOMES = {
     "evaluate": "evaluation.evaluate",
     "export_model": "integrations.export",
     "load_backbone": "checkpoints.load",
-    "load_model": "models.clusterer",
+    "load_model": "checkpoints.load_model",
     "refine": "pipeline",
 }
 __all__ = [*_HOMES, "__version__"]

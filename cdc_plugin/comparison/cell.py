@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import Opened
 from cdc_plugin.comparison.methods import Method, absolute
 from cdc_plugin.comparison.train import TRAININGS, Bench, Outcome, fits
@@ -26,7 +27,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.report_record import extract_features, head_probabilities, measure_head
 from cdc_plugin.metrics import summary_hard, summary_outliers
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.initialise import choose_init
 
 VERSION = 1

@@ -11,11 +11,12 @@ from typing import Any
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, description_file
 from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.load_model import build_clusterer, is_result, load_model
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe
-from cdc_plugin.models.clusterer import Clusterer, clusterer_of, is_result, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.run_folder import CONFIG, HISTORY, LOG, REPORT, STATE
 
 
@@ -92,7 +93,7 @@ def open_model(
     loaded = load_checkpoint(path if path.exists() else model, format, Wanted(arch, head=head))
     given = {"--format": format, "--arch": arch, "--head": head}
     options = tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
-    return EvaluatedModel(_name(path), str(model), clusterer_of(loaded, model), loaded.origin.writer, None, options)
+    return EvaluatedModel(_name(path), str(model), build_clusterer(loaded, model), loaded.origin.writer, None, options)
 
 
 def read_run(folder: Path) -> RunRecord | None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from cdc_plugin import __version__
-from cdc_plugin.checkpoints.formats.native import prototype_tensors
 from cdc_plugin.data.images import CHUNK, Progress
 from cdc_plugin.data.sources.base import ImageSource, digest_of
 from cdc_plugin.data.sources.rows import in_blocks
@@ -18,7 +17,7 @@ from cdc_plugin.data.stream import ImageStream
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.part_files import PartFolder
 from cdc_plugin.evaluation.predict import Prediction, Predictor
-from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.models.clusterer import Clusterer, prototype_tensors
 from cdc_plugin.training.distributed import Distributed
 
 # Images that a fault can cost, and that a process takes at once. A multiple of the usual batch sizes: the batches,

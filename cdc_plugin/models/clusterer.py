@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.formats.native import (
-    DESCRIPTION,
-    VERSION,
-    WEIGHTS,
-    description_file,
-    native_backbone,
-    native_heads,
-    native_prototypes,
-    prototype_tensors,
-    read_native,
-)
-from cdc_plugin.checkpoints.load import Loaded, Wanted, load_checkpoint
-from cdc_plugin.checkpoints.read import strip_prefix
-from cdc_plugin.checkpoints.weights import load_strictly
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
+
+VERSION = 1
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 
 
 class Clusterer(nn.Module):
@@ -116,6 +104,16 @@ class Clusterer(nn.Module):
         write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
 
 
+def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:
+    """Return what a result folder stores to recognise outliers, by name."""
+    tensors = {
+        "centers": prototypes.centers,
+        "whitening": prototypes.whitening,
+        "limit": torch.tensor(prototypes.limit),
+    }
+    return {f"prototypes.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
 def _several(images: Any) -> Any:
     """One image of any kind as a list or array of one; arrays of different sizes as PIL images."""
     if isinstance(images, (str, Path)):
@@ -126,51 +124,3 @@ def _several(images: Any) -> Any:
     if not isinstance(images, (list, tuple)):
         return [images]
     return [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
-
-
-def load_model(
-    path: str | Path,
-    module: nn.Module | None = None,
-    *,
-    format: str | None = None,
-    arch: str | None = None,
-    head: int | None = None,
-    clusters: int | None = None,
-) -> Clusterer:
-    """A clustering model in evaluation mode: a result of ``cdc-refine``, or a checkpoint of SCAN, SeCu and others.
-
-    Args:
-        module: the network it was refined from, where that was one of your own class; its weights are not
-            used and not changed.
-        format, arch, head, clusters: for checkpoints of others, where the file does not tell.
-    """
-    if module is None and Path(path).exists() and not is_result(Path(path)):
-        return clusterer_of(load_checkpoint(path, format, Wanted(arch, head=head, clusters=clusters)), path)
-    description, tensors = read_native(path)
-    if module is None:
-        backbone = native_backbone(description, tensors, str(path))
-    else:
-        network = copy.deepcopy(module.module if isinstance(module, Backbone) else module)
-        load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
-        backbone = Backbone(network, **description["backbone"])
-    heads = native_heads(description, tensors, backbone.feature_dim, str(path))
-    return Clusterer(backbone, *heads, native_prototypes(tensors, backbone.feature_dim, str(path))).eval()
-
-
-def is_result(path: Path) -> bool:
-    """Whether a path is a result folder of ``cdc-refine``, or the weights inside one."""
-    folder = path if path.is_dir() else path.parent
-    found = [file.is_file() for file in (description_file(folder), folder / WEIGHTS)]
-    # A half of a result is told as such; a folder with neither may be a run of somebody else's.
-    return any(found) if path.is_dir() else path.name == WEIGHTS and found[0]
-
-
-def clusterer_of(loaded: Loaded, path: str | Path) -> Clusterer:
-    """The model in somebody else's checkpoint; with one head, that is both the clustering and calibration head."""
-    if not loaded.heads and "head" in loaded.origin.why:
-        raise UserError(f"{path} ({loaded.origin.writer}) has {loaded.origin.why['head']}")
-    if not loaded.heads:
-        raise UserError(
-            f"{path} ({loaded.origin.writer}) has no clustering head; refine it first: cdc-refine --backbone {path}"
-        )
-    return Clusterer(loaded.backbone, loaded.heads[0], loaded.heads[-1]).eval()

@@ -14,13 +14,13 @@ from torch import nn
 from torchvision import models
 
 from cdc_plugin.checkpoints import load_backbone, load_checkpoint
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.cli.export import TARGETS, export_command
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations import export as exports
 from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.export.torchvision import loading_code
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import load_model
 from tests.helpers import ROOT
 from tests.helpers.exported_models import (
     IMAGES,

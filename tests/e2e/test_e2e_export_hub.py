@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.cli.refine import refine_command
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.hub.model import CalibratedClusterer
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import load_model
 from tests.helpers import ROOT
 from tests.helpers.exported_models import MEAN, STD, TINY_RESNET, OwnNetwork, clusterer, result_folder
 

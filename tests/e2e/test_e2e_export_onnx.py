@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.export import onnx as onnx_graph
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import load_model
 from cdc_plugin.models.heads import CosineHead, LayeredHead
 from tests.helpers.exported_models import MEAN, STD, TEST_VIT, TINY_RESNET, OwnNetwork, mlp_head, result_folder
 

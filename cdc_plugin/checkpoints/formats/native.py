@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
@@ -17,10 +16,9 @@ from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.models.heads import build_head
 
-VERSION = 1
-WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 HUB_DESCRIPTION = "config.json"  # the same content, under the name that the Hugging Face hub wants
 
 
@@ -76,16 +74,6 @@ def native_heads(
         load_strictly(head, strip_prefix(tensors, f"{name}."), f"{source} ({name})")
         heads.append(head)
     return heads[0], heads[1]
-
-
-def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:
-    """What a result folder keeps to tell outliers."""
-    tensors = {
-        "centers": prototypes.centers,
-        "whitening": prototypes.whitening,
-        "limit": torch.tensor(prototypes.limit),
-    }
-    return {f"prototypes.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:

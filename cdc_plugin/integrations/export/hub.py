@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from cdc_plugin.checkpoints.formats.native import HUB_DESCRIPTION, WEIGHTS, read_native
+from cdc_plugin.checkpoints.load_model import is_result, load_model
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export.files import Written, check_folder, make_folder, remove_earlier
 from cdc_plugin.integrations.export.source import Source
 from cdc_plugin.integrations.hub.card import model_card
 from cdc_plugin.integrations.hub.model import CARD, CalibratedClusterer
-from cdc_plugin.models.clusterer import Clusterer, is_result, load_model
+from cdc_plugin.models.clusterer import Clusterer
 
 FILES = (WEIGHTS, HUB_DESCRIPTION, CARD)
 

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, HUB_DESCRIPTION, WEIGHTS
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.hub.card import LIBRARY, PIPELINE, TAGS, model_card, public
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 
 CARD = "README.md"
 

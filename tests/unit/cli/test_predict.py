@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.cli.predict import EPILOG, predict_command, predict_parser
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation import predict_resume as prediction_parts
 from cdc_plugin.evaluation import prediction_table as tables
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 from tests.helpers import ROOT
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import cdc_plugin
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import evaluate as assessment
 from cdc_plugin.evaluation.evaluate import compare, evaluate
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 
 FILES = {"report.html", "report.json", "predictions.csv"}

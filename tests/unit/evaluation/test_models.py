@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 
 

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cdc_plugin.checkpoints import load_checkpoint
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.hub.card import model_card
 from cdc_plugin.integrations.hub.model import CalibratedClusterer
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead, CosineHead
 
 FILES = ["README.md", "config.json", "model.safetensors"]

@@ -8,10 +8,11 @@ from PIL import Image
 from torch import nn
 
 from cdc_plugin.checkpoints.load import load_backbone, load_checkpoint
+from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import Clusterer, load_model
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
 
 
