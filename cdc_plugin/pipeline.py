@@ -19,16 +19,10 @@ from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.outputs import predict
 from cdc_plugin.evaluation.prediction_table import prediction_table, write_table
 from cdc_plugin.evaluation.quality import SNAPSHOT_EPOCHS, Evidence, assess, predict_augmented, watch, watched
-from cdc_plugin.evaluation.report_record import (
-    Report,
-    head_probabilities,
-    kmeans_of_all,
-    measure,
-    predict,
-    trusted_samples,
-)
+from cdc_plugin.evaluation.report_record import Report, measure, old_record, trusted_samples
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
@@ -39,6 +33,7 @@ from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, t
 from cdc_plugin.training.collapse import as_warnings, findings, new_findings, refuse_dead
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.distributed import SINGLE, Distributed, joined, restarted, settled
+from cdc_plugin.training.features import head_probabilities, kmeans_of_all
 from cdc_plugin.training.inputs import check_request, configure, open_data
 from cdc_plugin.training.prepare import check_shares, frozen_views, gather, initialise
 from cdc_plugin.training.progress import TrainingProgress, log, log_to, progress, write_history
@@ -58,7 +53,7 @@ from cdc_plugin.training.run_folder import (
     stored_config,
     write_state,
 )
-from cdc_plugin.training.run_state import Run, old_record, provenance, state_of
+from cdc_plugin.training.run_state import Run, provenance, state_of
 from cdc_plugin.training.signals import Terminated, noticing_termination
 from cdc_plugin.training.trackers import Tracking, make_trackers, open_all
 

@@ -24,11 +24,12 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.report_record import extract_features, head_probabilities, measure_head
+from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.metrics import summary_hard, summary_outliers
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.initialise import choose_init
+from cdc_plugin.training.features import extract_features, head_probabilities
 
 VERSION = 1
 

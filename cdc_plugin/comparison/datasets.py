@@ -19,13 +19,12 @@ from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.report_record import extract_features
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.training.batches import view_features
 from cdc_plugin.training.distributed import Distributed
-from cdc_plugin.training.features import Features
+from cdc_plugin.training.features import Features, extract_features
 from cdc_plugin.training.inputs import check_request, configure
 from cdc_plugin.training.prepare import Material, gather, initialise, with_numbers
 

@@ -21,10 +21,10 @@ from cdc_plugin.core.random_streams import FINAL, INITIALISATION, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.report_record import head_probabilities, kmeans_assignment
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, initial_heads
 from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views
+from cdc_plugin.training.features import head_probabilities, kmeans_assignment
 from cdc_plugin.training.refiner import Refiner
 
 AfterEpoch = Callable[[dict[str, float]], None]

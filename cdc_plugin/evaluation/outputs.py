@@ -13,15 +13,24 @@ from torch import Tensor
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes, fit_prototypes
 from cdc_plugin.core.random_streams import AUGMENTATION, FINAL, QUALITY, generator
-from cdc_plugin.data.images import ImageSet
+from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.models import EvaluatedModel
 from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
-from cdc_plugin.evaluation.report_record import extract_features, head_probabilities, kmeans_assignment, measure
+from cdc_plugin.evaluation.report_record import measure
 from cdc_plugin.metrics import summary_outliers
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.of_evaluation import TITLES
 from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.choose_augmentation import choose_augmentation
+from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.training.features import (
+    Features,
+    extract_features,
+    head_probabilities,
+    kmeans_assignment,
+    private_features,
+)
 from cdc_plugin.training.progress import progress
 
 PRECISION = "float32"
@@ -62,6 +71,20 @@ class OutlierReference:
 
     def distance(self, features: Tensor) -> Tensor:
         return torch.stack([each.distance(features) for each in self.prototypes]).mean(dim=0)
+
+
+def predict(
+    model: Clusterer,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+    distributed: Distributed = SINGLE,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
+    """Return the probabilities (N, C) of the clustering and of the calibration head, and the features."""
+    features = private_features(model.backbone, images, device, precision, progress, distributed)
+    clustering = head_probabilities(model.clustering_head, features)
+    return clustering, head_probabilities(model.calibration_head, features), features
 
 
 def run_model(subject: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:

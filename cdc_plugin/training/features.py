@@ -1,4 +1,4 @@
-"""The features of all images: each process has those of its own share, in memory or, where they are many, on disk."""
+"""Features of all images, per process in memory or on disk, and what heads and k-means make of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from cdc_plugin.core.kmeans import kmeans, nearest
+from cdc_plugin.core.kmeans_blocks import lloyd_blocks
+from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
+from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
+from cdc_plugin.data.sources.base import digest_of
+from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.device import autocast
 from cdc_plugin.training.distributed import NEIGHBOURS, SINGLE, Distributed
 
 BLOCK = 2048
@@ -132,3 +142,129 @@ class Features:
         rows = self.own[(chosen[owned[self.distributed.rank]] - first).numpy()]
         own = rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
         return self.distributed.gather(own, owned), chosen
+
+
+def extract_features(
+    backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
+) -> Tensor:
+    """Features (N, D) of the plain views, on the CPU."""
+    return torch.cat(list(_features_of(SINGLE, backbone, images, device, precision, progress)))
+
+
+def shared_features(
+    backbone: Backbone,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+    distributed: Distributed = SINGLE,
+) -> Features:
+    """As `extract_features`, for sets of any size and any number of processes: each looks at its share.
+
+    They are kept in the cache, under a name made of weights, images and input, and found there again.
+    """
+    share = distributed.share_of(len(images))
+    key = features_key(backbone, images, device, precision, str(distributed))
+    shape = (len(share), backbone.feature_dim)
+    rows = find_rows(key, shape)
+    if rows is None:
+        rows = keep_rows(key, shape, _features_of(distributed, backbone, images, device, precision, progress))
+    return Features(rows, len(images), distributed)
+
+
+def private_features(
+    backbone: Backbone,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+    distributed: Distributed = SINGLE,
+) -> Features:
+    """Extract features as `shared_features` does, without keeping them for another run."""
+    shape = (len(distributed.share_of(len(images))), backbone.feature_dim)
+    parts = _features_of(distributed, backbone, images, device, precision, progress)
+    return Features(keep_rows(None, shape, parts), len(images), distributed)
+
+
+def features_key(backbone: Backbone, images: ImageSet, device: torch.device, precision: str, more: str) -> str | None:
+    """Name of features in the cache: changes with weights, images, how they are put in and what else matters.
+
+    None for a module of the user's own: the same weights may stand in changed code.
+    """
+    if backbone.spec is None:
+        return None
+    facts = f"{backbone.mean.tolist()} {backbone.std.tolist()} {backbone.input_size} {backbone.spec}"
+    how = f"{device.type} {precision} {len(images)} {more}"
+    state = backbone.module.state_dict()
+    return digest_of([facts, how, images.digest, *state, *(_tensor_bytes(tensor) for tensor in state.values())])
+
+
+def _tensor_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@torch.no_grad()
+def _features_of(
+    distributed: Distributed,
+    backbone: Backbone,
+    images: ImageSet,
+    device: torch.device,
+    precision: str,
+    progress: Progress | None,
+) -> Iterator[Tensor]:
+    """Features of this process's share of the images, part by part."""
+    settings = view_settings(backbone)
+    backbone.eval()
+    share = distributed.share_of(len(images))
+    if not len(share):
+        yield torch.empty(0, backbone.feature_dim)
+        return
+    parts = share.split(NEIGHBOURS if distributed.exact else 256)
+    for part in progress(parts, len(parts), "features") if progress else parts:
+        views = plain_view(images.batch(part).to(device), settings)
+        with autocast(device, precision):
+            yield backbone(views.contiguous(memory_format=torch.channels_last)).float().cpu()
+
+
+@torch.no_grad()
+def head_probabilities(head: nn.Module, features: Tensor | Features) -> NDArray[np.float32]:
+    """Softmax (N, C) of a head in evaluation mode."""
+    head.eval()
+    device = next(head.parameters()).device
+    features = Features(features, len(features)) if isinstance(features, Tensor) else features
+    return features.map(lambda block: F.softmax(head(block.to(device)), dim=1)).numpy()
+
+
+def kmeans_assignment(features: Tensor, clusters: int, generator: torch.Generator) -> NDArray[np.int64]:
+    """The clustering that the stage competes with: the best of ten k-means starts on the same features."""
+    return kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment.cpu().numpy()
+
+
+def kmeans_of_all(
+    features: Features, clusters: int, device: torch.device, generator: torch.Generator
+) -> NDArray[np.int64]:
+    """As `kmeans_assignment`, for features of any number: the starts see a sample, the last iterations everything."""
+    rows, chosen = features.sample(clusters, generator)
+    best = kmeans(standardize_rows(rows.to(device)), clusters, generator, starts=STARTS)
+    if len(chosen) == len(features):
+        return best.assignment.cpu().numpy()
+    return nearest_of_all(features, refine_over_all(features)(best.centers)).numpy()
+
+
+def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
+    """From k-means centres of a sample's standardised rows to those of all features, in all processes."""
+
+    def refine(centers: Tensor) -> Tensor:
+        def directions() -> Iterator[Tensor]:
+            return (standardize_rows(block.to(centers.device)) for block in features.blocks())
+
+        return lloyd_blocks(
+            directions, features.distributed.broadcast_(centers.contiguous()), features.distributed.total
+        )
+
+    return refine
+
+
+def nearest_of_all(features: Features, centers: Tensor) -> Tensor:
+    """(N,) the nearest of centres among standardised rows."""
+    return features.map(lambda block: nearest(standardize_rows(block.to(centers.device)), centers)[0])

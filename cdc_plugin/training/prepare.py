@@ -19,20 +19,22 @@ from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generat
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.report_record import (
-    features_key,
-    head_probabilities,
-    nearest_of_all,
-    refine_over_all,
-    shared_features,
-)
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, choose_init, initial_heads, with_clusters
 from cdc_plugin.training.batches import training_views, view_features
 from cdc_plugin.training.choose_augmentation import choose_augmentation
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.distributed import SINGLE, Distributed
-from cdc_plugin.training.features import Features, find_rows, keep_rows
+from cdc_plugin.training.features import (
+    Features,
+    features_key,
+    find_rows,
+    head_probabilities,
+    keep_rows,
+    nearest_of_all,
+    refine_over_all,
+    shared_features,
+)
 from cdc_plugin.training.inputs import open_data, open_network, resolve_input
 from cdc_plugin.training.progress import log, progress
 

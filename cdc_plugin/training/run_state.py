@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.refiner import Refiner
@@ -59,16 +57,6 @@ def state_of(current: Run, refiner: Refiner) -> dict[str, Any]:
         "history": current.history,
         "digest": current.images.digest,
     }
-
-
-def old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
-    """What the report says of the model that is retrofitted, and its assignment to compare the final one with."""
-    if old is None:
-        return None
-    figures = measure_head(old, images.labels)
-    figures |= {"writer": loaded.origin.writer, "clusters": old.shape[1]}
-    figures["agreement_before"] = float((initial.argmax(axis=1) == old.argmax(axis=1)).mean())
-    return {"figures": figures, "assignment": torch.from_numpy(old.argmax(axis=1))}
 
 
 def provenance(config: RefineConfig, images: ImageSet, card: dict[str, Any]) -> dict[str, Any]:

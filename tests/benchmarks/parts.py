@@ -16,8 +16,7 @@ from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view, view_settings
-from cdc_plugin.evaluation.report_record import refine_over_all
-from cdc_plugin.training.features import Features
+from cdc_plugin.training.features import Features, refine_over_all
 
 FEATURES = 64  # D where growth is measured
 STEEPEST = 1.35  # n log n over these ranges, and more iterations until k-means settles, are 1.2

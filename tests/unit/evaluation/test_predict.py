@@ -8,9 +8,10 @@ from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
+from cdc_plugin.evaluation.outputs import predict
 from cdc_plugin.evaluation.predict import predict_images
 from cdc_plugin.evaluation.prediction_table import prediction_table
-from cdc_plugin.evaluation.report_record import extract_features, predict
+from cdc_plugin.training.features import extract_features
 
 CPU = torch.device("cpu")
 

@@ -3,16 +3,7 @@ import pytest
 import torch
 from sklearn.metrics import normalized_mutual_info_score
 
-from cdc_plugin.core.prototypes import standardize_rows
-from cdc_plugin.data.images import open_images
-from cdc_plugin.evaluation.report_record import (
-    extract_features,
-    head_probabilities,
-    kmeans_assignment,
-    measure,
-    trusted_samples,
-)
-from cdc_plugin.models.heads import ClusterHead
+from cdc_plugin.evaluation.report_record import measure, trusted_samples
 
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
@@ -45,32 +36,3 @@ def test_trusted_samples_are_those_of_the_selection():
     sure = np.repeat(np.eye(2, dtype=np.float32), 3, axis=0)
     assert trusted_samples(sure).all()
     assert not trusted_samples(np.full((4, 4), 0.25, dtype=np.float32)).any()
-
-
-def test_features_do_not_depend_on_order_and_come_without_gradient(tiny_backbone, digits):
-    images = open_images(digits[0][:20], 32)
-    turned = open_images(digits[0][:20][::-1].copy(), 32)
-    features = extract_features(tiny_backbone, images, CPU, "float32", None)
-    assert features.shape == (20, 8)
-    assert not features.requires_grad
-    torch.testing.assert_close(extract_features(tiny_backbone, turned, CPU, "float32", None).flip(0), features)
-    low = extract_features(tiny_backbone, images, CPU, "bfloat16", None)
-    assert low.dtype == torch.float32
-    torch.testing.assert_close(low, features, rtol=0.1, atol=0.1)
-
-
-def test_probabilities_of_a_head_use_running_statistics():
-    head = ClusterHead(4, 6, 3).train()
-    features = torch.randn(10, 4)
-    together = head_probabilities(head, features)
-    alone = np.concatenate([head_probabilities(head, row) for row in features.split(1)])
-    np.testing.assert_allclose(alone, together, atol=1e-6)
-    np.testing.assert_allclose(together.sum(axis=1), 1, atol=1e-6)
-
-
-def test_kmeans_ignores_offset_and_length_of_features():
-    directions = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))[torch.arange(30) % 3]
-    features = directions * torch.rand(30, 1) * 9 + 5
-    found = kmeans_assignment(features, 3, torch.Generator().manual_seed(0))
-    assert all(len(set(found[start::3])) == 1 for start in range(3))
-    assert torch.isfinite(standardize_rows(features)).all()

@@ -11,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.prototypes import standardize_rows
+from cdc_plugin.data.images import open_images
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.report_record import head_probabilities
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training import features as module
 from cdc_plugin.training.distributed import Distributed
-from cdc_plugin.training.features import Features, find_rows, keep_rows
+from cdc_plugin.training.features import (
+    Features,
+    extract_features,
+    find_rows,
+    head_probabilities,
+    keep_rows,
+    kmeans_assignment,
+)
 from tests.helpers.in_step import in_step
 
+CPU = torch.device("cpu")
 ROWS = torch.arange(21.0).view(7, 3) / 8
 
 
@@ -243,3 +252,32 @@ def test_a_sample_is_the_same_for_any_number_of_processes_and_any_place_of_the_r
     on_disk = Features(kinds_of(rows)[1], 151).sample(2, torch.Generator().manual_seed(3))
     assert torch.equal(on_disk[0], expected)
     assert torch.equal(on_disk[1], chosen)
+
+
+def test_features_do_not_depend_on_order_and_come_without_gradient(tiny_backbone, digits):
+    images = open_images(digits[0][:20], 32)
+    turned = open_images(digits[0][:20][::-1].copy(), 32)
+    features = extract_features(tiny_backbone, images, CPU, "float32", None)
+    assert features.shape == (20, 8)
+    assert not features.requires_grad
+    torch.testing.assert_close(extract_features(tiny_backbone, turned, CPU, "float32", None).flip(0), features)
+    low = extract_features(tiny_backbone, images, CPU, "bfloat16", None)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, features, rtol=0.1, atol=0.1)
+
+
+def test_probabilities_of_a_head_use_running_statistics():
+    head = ClusterHead(4, 6, 3).train()
+    features = torch.randn(10, 4)
+    together = head_probabilities(head, features)
+    alone = np.concatenate([head_probabilities(head, row) for row in features.split(1)])
+    np.testing.assert_allclose(alone, together, atol=1e-6)
+    np.testing.assert_allclose(together.sum(axis=1), 1, atol=1e-6)
+
+
+def test_kmeans_ignores_offset_and_length_of_features():
+    directions = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))[torch.arange(30) % 3]
+    features = directions * torch.rand(30, 1) * 9 + 5
+    found = kmeans_assignment(features, 3, torch.Generator().manual_seed(0))
+    assert all(len(set(found[start::3])) == 1 for start in range(3))
+    assert torch.isfinite(standardize_rows(features)).all()
