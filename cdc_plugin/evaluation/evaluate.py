@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
@@ -41,7 +42,6 @@ from cdc_plugin.report.of_evaluation import (
 )
 from cdc_plugin.report.run_page import write_comparison, write_page
 from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.inputs import adopt_native_size, resolve_input
 from cdc_plugin.training.progress import log, progress
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, evaluation_folder
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import QUICK_LOOK, settle
 from cdc_plugin.checkpoints.infer.check import verify
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.checkpoints.load import BRANCHES, Loaded, Wanted, formats, load_checkpoint
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.weights import WeightsMismatchError, nearest
@@ -20,7 +21,6 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect_features import MOST_IMAGES, affordable, compare_neighbours, feature_spread
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.inputs import adopt_native_size
 
 MOST_HEADS = 32
 NAMED = 200  # names of each kind that a report lists; the first of them with their nearest match

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cdc_plugin.checkpoints.infer.resolve import resolve_input
 from cdc_plugin.data.images import CHUNK, ImageSet, Progress, storage_size
 from cdc_plugin.data.resize import Pixels
 from cdc_plugin.data.stream import ImageStream, open_stream
@@ -30,7 +31,6 @@ from cdc_plugin.evaluation.prediction_table import (
     with_column,
 )
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.inputs import resolve_input
 
 # Images looked at before the first prediction: where facts on the input are open, and where they are only checked.
 LOOK, GLANCE = 2048, 64

@@ -8,35 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
-from cdc_plugin.checkpoints.infer.batchnorm import (
-    TRUSTED_MISMATCH,
-    batchnorm_mismatch,
-    has_statistics,
-    input_of,
-    normalise,
-    sample,
-    settle,
-)
-from cdc_plugin.checkpoints.infer.check import CLEAR_SIZE
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.checkpoints.load import Loaded, Origin, Wanted, load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.calibration import check_calibration
 from cdc_plugin.core.selection import check_selection
-from cdc_plugin.data.images import ImageSet, native_size, open_images
+from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.progress import log, progress
 from cdc_plugin.training.trackers import make_trackers
-
-# Batches after which BatchNorm layers have forgotten how they were initialised (momentum 0.1: 0.5 % is left).
-MEMORABLE = 50
 
 
 def configure(
@@ -114,60 +100,6 @@ def refuse_few(images: int, source: str, clusters: int) -> None:
             f"{source} has {images} readable images, too few for {clusters} clusters; "
             "add images or take fewer --clusters"
         )
-
-
-def adopt_native_size(backbone: Backbone, source: Any, root: str | None = None) -> None:
-    """Networks for small images take them as they are; those for 224 px see next to nothing at 32.
-
-    Where the stem does not tell, the BatchNorm layers remember which images they have seen.
-    """
-    size = native_size(source) if "input_size" in backbone.inferred else None
-    if size is None or size > 96 or size == backbone.input_size:
-        return
-    small_stem = ((backbone.spec or {}).get("stem") or {}).get("kernel", 7) < 7
-    if small_stem or _trained_on_small(backbone, open_images(source, size, labels=False, root=root, limit=64)):
-        backbone.input_size = size
-
-
-def _trained_on_small(backbone: Backbone, images: ImageSet) -> bool:
-    if not has_statistics(backbone):
-        return False
-    pixels = normalise(sample(images.batch(torch.arange(len(images))), 64, backbone), input_of(backbone))
-    enlarged = F.interpolate(pixels, size=(backbone.input_size,) * 2, mode="bilinear", antialias=True)
-    try:
-        return CLEAR_SIZE * batchnorm_mismatch(backbone, pixels) <= batchnorm_mismatch(backbone, enlarged)
-    except RuntimeError:  # a network that takes one size only, or whose maps vanish at this one
-        return False
-
-
-def resolve_input(backbone: Backbone, images: ImageSet) -> Backbone:
-    """Decide by a look at the images what the checkpoint left open: stem and normalisation."""
-    if "mean" not in backbone.inferred and not any(name.startswith("stem") for name in backbone.inferred):
-        _warn_of_unlike_images(backbone, images)
-        return backbone
-    settlement = settle(backbone, images.batch(_spread(len(images), 2048)))
-    log.info("%s", settlement.reason)
-    return settlement.backbone
-
-
-def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
-    """Facts that the checkpoint states are not changed, but a network that was rebuilt or fed wrongly shows here."""
-    seen = [int(value) for name, value in backbone.state_dict().items() if name.endswith("num_batches_tracked")]
-    if not has_statistics(backbone) or max(seen, default=MEMORABLE) < MEMORABLE:
-        return
-    pixels = sample(images.batch(_spread(len(images), 64)), 64, backbone)
-    mismatch = batchnorm_mismatch(backbone, normalise(pixels, input_of(backbone)))
-    if mismatch > TRUSTED_MISMATCH:
-        log.warning(
-            "the images are unlike those of the training, or fed otherwise (BatchNorm mismatch %.2f); "
-            "cdc-inspect CHECKPOINT --data IMAGES looks closer",
-            mismatch,
-        )
-
-
-def _spread(count: int, wanted: int) -> Tensor:
-    """Up to ``wanted`` indices, evenly spread over all images."""
-    return torch.linspace(0, count - 1, min(count, wanted)).long()
 
 
 def check_request(config: RefineConfig, resume: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.config.schema import RefineConfig, batch_sizes, resolve, steps_per_epoch
 from cdc_plugin.data.images import survey_images
 from cdc_plugin.models.initialise import choose_init, with_clusters
 from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.inputs import adopt_native_size, check_request, open_network, refuse_few
+from cdc_plugin.training.inputs import check_request, open_network, refuse_few
 
 
 def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:

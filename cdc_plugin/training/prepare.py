@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cdc_plugin.checkpoints.infer.resolve import resolve_input
 from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig, resolve
 from cdc_plugin.core.calibration import calibrations
@@ -35,7 +36,7 @@ from cdc_plugin.training.features import (
     refine_over_all,
     shared_features,
 )
-from cdc_plugin.training.inputs import open_data, open_network, resolve_input
+from cdc_plugin.training.inputs import open_data, open_network
 from cdc_plugin.training.progress import log, progress
 
 Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None, Distributed], Features]
