@@ -1,30 +1,9 @@
-"""From a checkpoint of any known format to a backbone; importing this package registers the formats."""
+"""From a checkpoint of any known format to a backbone."""
 
-from cdc_plugin.checkpoints.formats import (  # noqa: F401  (they register themselves)
-    cdc,
-    contrastive,
-    lightly,
-    lightly_train,
-    native,
-    scan,
-    secu,
-    solo_learn,
-    spice,
-    timm,
-    torchvision,
-    unsupported,
-)
+from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.native import read_native
 from cdc_plugin.checkpoints.infer.batchnorm import Resolution, batchnorm_mismatch, settle
-from cdc_plugin.checkpoints.load import (
-    CheckpointFormat,
-    Loaded,
-    Origin,
-    Wanted,
-    find_format,
-    load_backbone,
-    load_checkpoint,
-)
+from cdc_plugin.checkpoints.load import find_format, load_backbone, load_checkpoint
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
 from cdc_plugin.models.networks import fixmatch_wrn  # noqa: F401  (it registers its family)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdc_plugin.checkpoints.formats.resnet_keys import torchvision_names
+from cdc_plugin.checkpoints.formats.base import Wanted
+from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.torchvision import CANDIDATES, is_resnet
-from cdc_plugin.checkpoints.load import Wanted
 from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, strip_prefix
 from cdc_plugin.errors import UserError
 
@@ -85,7 +85,7 @@ def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
     if not prefixes:
         return None
     prefix, why = choose_prefix(state, prefixes, None if reason else wanted.branch, str(checkpoint.path))
-    named, stem = torchvision_names(backbone_part(state, prefix))
+    named, stem = rename_resnet(backbone_part(state, prefix))
     return Inside(replace(checkpoint, state=named), prefix, stem, reason or why)
 
 
@@ -156,7 +156,7 @@ def _prefixes(state: Mapping[str, Tensor]) -> Iterator[str]:
 def _is_network(state: Mapping[str, Tensor]) -> bool:
     if any(anchor in state for anchor in CANDIDATES):
         return True
-    return is_resnet(torchvision_names(state)[0]) or bool(names_like(state))
+    return is_resnet(rename_resnet(state)[0]) or bool(names_like(state))
 
 
 def _same_weights(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

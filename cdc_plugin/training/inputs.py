@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
-from cdc_plugin.checkpoints.load import Loaded, Origin, Wanted, load_checkpoint
+from cdc_plugin.checkpoints.load import load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.calibration import check_calibration

@@ -1,4 +1,4 @@
-"""The released code of CDC itself: clustering network in ``model``, calibration head in ``cali_mlp``."""
+"""Files of the code that CDC's authors released: clustering network in ``model``, calibration head in ``cali_mlp``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from cdc_plugin.checkpoints.formats._clustering import (
     TINY_IMAGENET,
     Convention,
     choose_convention,
-    head_number,
+    choose_head,
     is_small_stem,
-    layered_head,
+    load_layered_head,
     load_resnet,
+    read_epoch,
     refuse_branch,
+    rename_to_torchvision,
     resnet_shape,
-    stated_epoch,
     top_names,
-    torchvision_names,
 )
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.read import Checkpoint, check_finite, find_state_dict, payload_fields, strip_prefix
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.architectures import describe
 
 MLP = ("linear", "batchnorm", "relu", "linear")
@@ -35,16 +35,16 @@ STL10 = Convention(("STL-10",), (0.4914, 0.4823, 0.4466), (0.247, 0.243, 0.261),
 
 
 def load_cdc(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """Backbone, clustering head and calibration head; the first only, where the second was not saved."""
+    """Return backbone, clustering head and, where it was saved, calibration head."""
     refuse_branch(wanted, checkpoint)
-    inner = torchvision_names(checkpoint, "backbone.")
+    inner = rename_to_torchvision(checkpoint, "backbone.")
     spec = resnet_shape(inner, wanted, "CDC")
     source = str(checkpoint.path)
     count = len({key.split(".")[1] for key in checkpoint.state if key.startswith("cluster_head.")})
     # The released code trains and evaluates its first head, whatever their number.
-    number, reason = head_number(count, wanted, 0, checkpoint.path)
+    number, reason = choose_head(count, wanted, 0, checkpoint.path)
     features = 4 * spec["widths"][3] if spec["block"] == "bottleneck" else spec["widths"][3]
-    clustering = layered_head(
+    clustering = load_layered_head(
         checkpoint.below(f"cluster_head.{number}.").state, MLP, features, f"{source} (clustering head)"
     )
     heads: tuple[nn.Module, ...] = (clustering,)
@@ -52,23 +52,23 @@ def load_cdc(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if saved is not None:
         state = strip_prefix(find_state_dict(saved, source), "calibration_head.")
         check_finite(state, source)
-        calibration = layered_head(state, MLP, features, f"{source} (calibration head)")
+        calibration = load_layered_head(state, MLP, features, f"{source} (calibration head)")
         if calibration.clusters != clustering.clusters:
-            raise UserError(
+            raise CheckpointError(
                 f"{source} has heads of {clustering.clusters} and {calibration.clusters} clusters; copy it again"
             )
         heads = (clustering, calibration)
         reason = "clustering and calibration head"
-    candidates = _data_sets(clustering.clusters, is_small_stem(spec))
+    candidates = _find_data_sets(clustering.clusters, is_small_stem(spec))
     choice = choose_convention("CDC", candidates, spec, inner)
     backbone, matched = load_resnet(inner, wanted, choice)
     why = choice.why | {"head": reason}
     return Loaded(
-        backbone, Origin("CDC (released code)", describe(choice.spec), stated_epoch(checkpoint), why), heads, matched
+        backbone, Origin("CDC (released code)", describe(choice.spec), read_epoch(checkpoint), why), heads, matched
     )
 
 
-def _data_sets(clusters: int, small: bool) -> Sequence[Convention]:
+def _find_data_sets(clusters: int, small: bool) -> Sequence[Convention]:
     if small:
         return {10: (CIFAR10,), 20: (CIFAR20,), 100: (CIFAR20,)}.get(clusters, (CIFAR10, CIFAR20))
     return {10: (STL10, IMAGENET), 15: (IMAGENET,), 200: (TINY_IMAGENET,)}.get(
@@ -76,11 +76,9 @@ def _data_sets(clusters: int, small: bool) -> Sequence[Convention]:
     )
 
 
-def _matches(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
+    """Return whether this is a backbone with clustering heads of several layers."""
     names = top_names(checkpoint.state)
     return names == {"backbone", "cluster_head"} and any(
         key.startswith("cluster_head.0.0.") for key in checkpoint.state
     )
-
-
-formats.register("cdc")(CheckpointFormat("cdc", _matches, load_cdc, rank=20))

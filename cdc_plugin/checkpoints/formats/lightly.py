@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from cdc_plugin.checkpoints.find_backbone import Inside, backbone_part, choose_inside, find_prefixes, without_wrappers
-from cdc_plugin.checkpoints.formats.resnet_keys import torchvision_names
+from cdc_plugin.checkpoints.formats.bare import load_bare
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
+from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats, load_bare
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
@@ -75,7 +76,7 @@ def _named_by_user(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
             f"no known network is below {prefix or 'the top'} of {checkpoint.path} ({sample}); "
             "pass --arch NAME (a torchvision or timm name)"
         )
-    named, stem = torchvision_names(backbone_part(state, prefix))
+    named, stem = rename_resnet(backbone_part(state, prefix))
     return Inside(replace(checkpoint, state=named), prefix, stem, f"below {prefix or 'the top'}")
 
 
@@ -112,12 +113,12 @@ def _prefixes(checkpoint: Checkpoint) -> list[str]:
     prefixes = find_prefixes(state)
     if prefixes == [""]:
         part = backbone_part(state)
-        bare = len(part) == len(checkpoint.state) and torchvision_names(part)[0].keys() == checkpoint.state.keys()
+        bare = len(part) == len(checkpoint.state) and rename_resnet(part)[0].keys() == checkpoint.state.keys()
         return [] if bare else prefixes
     return prefixes
 
 
-def _matches_lightly(checkpoint: Checkpoint) -> bool:
+def matches_lightly(checkpoint: Checkpoint) -> bool:
     prefixes = _prefixes(checkpoint)
     if LIGHTNING in payload_fields(checkpoint.payload):
         return bool(prefixes) or any(key.startswith("backbone.") for key in checkpoint.state)
@@ -125,9 +126,5 @@ def _matches_lightly(checkpoint: Checkpoint) -> bool:
     return by_place or any("backbone" in prefix for prefix in prefixes)
 
 
-def _matches_generic(checkpoint: Checkpoint) -> bool:
+def matches_generic(checkpoint: Checkpoint) -> bool:
     return bool(_prefixes(checkpoint))
-
-
-formats.register("lightly")(CheckpointFormat("lightly", _matches_lightly, load_lightly, rank=32))
-formats.register("generic")(CheckpointFormat("generic", _matches_generic, load_generic, rank=35))

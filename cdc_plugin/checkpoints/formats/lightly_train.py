@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from cdc_plugin.checkpoints.find_backbone import Inside, choose_inside, find_prefixes, without_wrappers
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.lightly import load_inside, with_input
 from cdc_plugin.checkpoints.formats.timm import three_numbers
 from cdc_plugin.checkpoints.formats.timm.fit import TRANSFORMER
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.weights import load_strictly
 from cdc_plugin.errors import UserError
@@ -102,11 +102,8 @@ def _normalisation(record: Mapping[str, Any]) -> tuple[Any, Any, bool]:
     return (mean, std, True) if mean and std else (IMAGENET_MEAN, IMAGENET_STD, False)
 
 
-def _matches(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     if RECORD in payload_fields(checkpoint.payload) or any(WRAPPED in f".{key}" for key in checkpoint.state):
         return True
     named = any(mark in f"/{'/'.join(checkpoint.path.absolute().parts[-2:])}" for mark in EXPORTS)
     return named and bool(find_prefixes(without_wrappers(checkpoint.state)))
-
-
-formats.register("lightly-train")(CheckpointFormat("lightly-train", _matches, load_lightly_train, rank=30))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.locate import read_sidecars
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
@@ -114,7 +114,7 @@ def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
     return isinstance(beside, dict) and beside.get("format") == "cdc_plugin" and "weights" not in beside
 
 
-def _matches(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     if _export_description(checkpoint) is not None:
         return True
     described = any(_is_ours(checkpoint.sidecar, name) for name in (DESCRIPTION, HUB_DESCRIPTION))
@@ -123,7 +123,7 @@ def _matches(checkpoint: Checkpoint) -> bool:
     return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
 
 
-def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if wanted.arch is not None:
         raise UserError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
     exported = _export_description(checkpoint)
@@ -141,6 +141,3 @@ def _load(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file.name}")
     writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
     return Loaded(backbone, Origin(writer, describe(backbone.spec), provenance.get("epochs"), why), heads)
-
-
-formats.register("native")(CheckpointFormat("native", _matches, _load, rank=10))

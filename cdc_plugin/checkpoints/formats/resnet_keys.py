@@ -1,4 +1,4 @@
-"""ResNets that were saved under other names than torchvision's: by position in a list, or as ``shortcut``."""
+"""ResNets that were saved under other names than torchvision's: by position in a list, or with ``shortcut``."""
 
 from __future__ import annotations
 
@@ -8,43 +8,60 @@ from typing import Any
 
 from torch import Tensor
 
-# First stage's place in nn.Sequential(*children): after convolution and BatchNorm come ReLU and max-pool, ReLU
+# Position of the first stage in nn.Sequential(*children): after convolution and BatchNorm come ReLU and max-pool, ReLU
 # alone, or neither where the ReLU was called as a function and so is lost in the list (lightly's own ResNet).
-STEMS_BY_PLACE: dict[int, dict[str, Any]] = {4: {}, 3: {"pool": False}, 2: {"pool": False, "relu": False}}
+STEMS_BY_POSITION: dict[int, dict[str, Any]] = {4: {}, 3: {"pool": False}, 2: {"pool": False, "relu": False}}
 # ResNets with this name for their projections, lightly's among them, are built for small images.
 SHORTCUT_STEM = {"stride": 1, "padding": 1, "pool": False}
 SHORTCUT = re.compile(r"(layer\d\.\d+)\.shortcut\.")
-PLACED = re.compile(r"(\d+)\.(.+)")
+NUMBERED = re.compile(r"(\d+)\.(.+)")
 
 
-def torchvision_names(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The same weights under torchvision's names, and the facts of the stem that the old names tell.
+def rename_resnet(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights under torchvision's names, and the facts about the stem that the old names imply.
 
-    Weights of other networks come back as they are.
+    Weights of other networks are returned unchanged.
     """
-    named, stem = _from_places(state)
-    if any(SHORTCUT.match(key) for key in named):
-        named = {SHORTCUT.sub(r"\1.downsample.", k): v for k, v in named.items() if not k.startswith("linear.")}
+    named, stem = rename_places(state)
+    if has_shortcuts(named):
+        named = {key: value for key, value in rename_shortcuts(named).items() if not key.startswith("linear.")}
         stem = SHORTCUT_STEM | stem
     return _join_split_statistics(named), stem
 
 
-def _from_places(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    blocks = sorted({int(found[1]) for key in state if (found := re.fullmatch(r"(\d+)\.0\.conv1\.weight", key))})
+def has_shortcuts(state: Mapping[str, Tensor]) -> bool:
+    """Return whether projections of a ResNet are called ``shortcut``."""
+    return any(SHORTCUT.match(key) for key in state)
+
+
+def rename_shortcuts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with ``downsample`` for ``shortcut``."""
+    return {SHORTCUT.sub(r"\1.downsample.", key): value for key, value in state.items()}
+
+
+def rename_places(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the weights of a ResNet's children in a list under their names, and what the positions say of the stem.
+
+    >>> names = ["0.weight", "1.bias", *(f"{position}.0.conv1.weight" for position in (3, 4, 5, 6))]
+    >>> renamed, stem = rename_places(dict.fromkeys(names))
+    >>> list(renamed)[:3], stem
+    (['conv1.weight', 'bn1.bias', 'layer1.0.conv1.weight'], {'pool': False})
+    """
+    blocks = sorted({int(match[1]) for key in state if (match := re.fullmatch(r"(\d+)\.0\.conv1\.weight", key))})
     first = blocks[0] if blocks else 0
-    if "0.weight" not in state or first not in STEMS_BY_PLACE or blocks != list(range(first, first + 4)):
+    if "0.weight" not in state or first not in STEMS_BY_POSITION or blocks != list(range(first, first + 4)):
         return dict(state), {}
-    tops = {0: "conv1", 1: "bn1"} | {place: f"layer{place - first + 1}" for place in blocks}
-    named = {}
+    names = {0: "conv1", 1: "bn1"} | {position: f"layer{position - first + 1}" for position in blocks}
+    renamed = {}
     for key, value in state.items():
-        found = PLACED.fullmatch(key)
-        top = tops.get(int(found[1])) if found else None
-        named[f"{top}.{found[2]}" if found and top else key] = value
-    return named, dict(STEMS_BY_PLACE[first])
+        match = NUMBERED.fullmatch(key)
+        name = names.get(int(match[1])) if match else None
+        renamed[f"{name}.{match[2]}" if match and name else key] = value
+    return renamed, dict(STEMS_BY_POSITION[first])
 
 
 def _join_split_statistics(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Statistics of lightly's SplitBatchNorm, one set a split, as the mean over the splits that it evaluates with."""
+    """Return statistics of lightly's SplitBatchNorm as the mean over the splits, which it evaluates with."""
     joined = dict(state)
     for key, value in state.items():
         weight = state.get(re.sub(r"running_(mean|var)$", "weight", key)) if ".running_" in key else None

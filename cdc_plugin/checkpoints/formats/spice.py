@@ -1,6 +1,6 @@
 """SPICE (Niu et al., 2022): MoCo pretraining, SPICE-Self with one or ten heads, SPICE-Semi by FixMatch.
 
-The files of MoCo's own code have the same names and are read here as well.
+Files of MoCo's own code have the same names and are read here as well.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from cdc_plugin.checkpoints.formats._clustering import (
     Choice,
     Convention,
     choose_convention,
-    head_number,
+    choose_head,
     is_small_stem,
-    layered_head,
+    load_layered_head,
     load_resnet,
+    read_epoch,
     refuse_branch,
+    rename_to_torchvision,
     resnet_shape,
-    stated_epoch,
     top_names,
-    torchvision_names,
 )
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint, check_finite, find_state_dict, payload_fields, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights
 from cdc_plugin.config.schema import INPUT_FACTS
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import LayeredHead
 
 MOCO_PARTS = {"encoder_q", "encoder_k", "queue", "queue_ptr"}
 SELF_HEAD = ("linear", "relu", "linear")
-# MoCo and SPICE-Self normalise every data set alike; FixMatch has CIFAR's own numbers, out of 255.
+# MoCo and SPICE-Self normalise every data set in the same way; FixMatch has CIFAR's own numbers, out of 255.
 CIFAR = Convention(("CIFAR-10", "CIFAR-20", "CIFAR-100"), IMAGENET_MEAN, IMAGENET_STD, 32, CIFAR_STEM)
 SEMI_CIFAR10 = Convention(
     ("CIFAR-10",), (125.3 / 255, 123.0 / 255, 113.9 / 255), (63.0 / 255, 62.1 / 255, 66.7 / 255), 32, CIFAR_STEM
@@ -60,44 +60,44 @@ WIDE_STRIDES = {3: [1, 2, 2], 4: [2, 2, 2, 2]}  # of FixMatch's network for CIFA
 
 
 def load_moco(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """The query encoder of MoCo, or the key encoder, its moving average."""
+    """Return the query encoder of MoCo or, on request, the key encoder, its moving average."""
     branch = wanted.branch or "online"
-    inner = torchvision_names(checkpoint, "encoder_q." if branch == "online" else "encoder_k.")
+    inner = rename_to_torchvision(checkpoint, "encoder_q." if branch == "online" else "encoder_k.")
     if not inner.state:
-        raise UserError(f"{checkpoint.path} holds no {branch} encoder; leave --branch out")
-    head_number(0, wanted, None, checkpoint.path)
+        raise CheckpointError(f"{checkpoint.path} has no {branch} encoder; leave out {option('branch', branch)}")
+    choose_head(0, wanted, None, checkpoint.path)
     arch = payload_fields(checkpoint.payload).get("arch")
     spec = resnet_shape(inner, wanted, "MoCo")
-    candidates = _data_sets(spec, checkpoint.below("encoder_q.").state, arch, None)
+    candidates = _find_data_sets(spec, checkpoint.below("encoder_q.").state, arch, None)
     choice = choose_convention("MoCo", candidates, spec, inner)
     why = choice.why | dict.fromkeys(("mean", "std"), "ImageNet's, as in MoCo's code") | {"branch": branch}
-    backbone, matched = load_resnet(inner, wanted, _normalised(choice))
-    return Loaded(backbone, Origin("MoCo", describe(choice.spec), stated_epoch(checkpoint), why), matched=matched)
+    backbone, matched = load_resnet(inner, wanted, _fix_normalisation(choice))
+    return Loaded(backbone, Origin("MoCo", describe(choice.spec), read_epoch(checkpoint), why), matched=matched)
 
 
 def load_self(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """Backbone and head of SPICE-Self; the selected checkpoints have one head, those of the training ten."""
+    """Return backbone and head of SPICE-Self; selected checkpoints have one head, those saved in training ten."""
     refuse_branch(wanted, checkpoint)
-    inner = torchvision_names(checkpoint, "feature_module.")
+    inner = rename_to_torchvision(checkpoint, "feature_module.")
     heads = sorted({key.split(".")[1] for key in checkpoint.state if key.startswith("head.")})
     first = checkpoint.state.get("head.head_0.classifier.lin2.weight")
     clusters = len(first) if first is not None and first.ndim else None
     spec = resnet_shape(inner, wanted, "SPICE-Self")
-    candidates = _data_sets(spec, checkpoint.below("feature_module.").state, None, clusters)
+    candidates = _find_data_sets(spec, checkpoint.below("feature_module.").state, None, clusters)
     choice = choose_convention("SPICE-Self", candidates, spec, inner)
     why = choice.why | dict.fromkeys(("mean", "std"), "ImageNet's, in all settings of SPICE-Self")
-    backbone, matched = load_resnet(inner, wanted, _normalised(choice))
-    number, why["head"] = head_number(len(heads), wanted, None, checkpoint.path)
-    kept: tuple[nn.Module, ...] = ()
+    backbone, matched = load_resnet(inner, wanted, _fix_normalisation(choice))
+    number, why["head"] = choose_head(len(heads), wanted, None, checkpoint.path)
+    chosen: tuple[nn.Module, ...] = ()
     if number is not None:
         state = checkpoint.below(f"head.head_{number}.classifier.").state
         state = {re.sub(r"^lin(\d)\.", lambda m: f"{2 * int(m[1]) - 2}.", key): v for key, v in state.items()}
-        kept = (layered_head(state, SELF_HEAD, backbone.feature_dim, f"{checkpoint.path} (head {number})"),)
-    return Loaded(backbone, Origin("SPICE-Self", describe(choice.spec), stated_epoch(checkpoint), why), kept, matched)
+        chosen = (load_layered_head(state, SELF_HEAD, backbone.feature_dim, f"{checkpoint.path} (head {number})"),)
+    return Loaded(backbone, Origin("SPICE-Self", describe(choice.spec), read_epoch(checkpoint), why), chosen, matched)
 
 
 def load_semi(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """Network and classifier of FixMatch; its moving average, which it evaluates, unless the user asks otherwise."""
+    """Return network and classifier of FixMatch: the moving average, which it evaluates, unless requested otherwise."""
     branch = wanted.branch or "momentum"
     name = "eval_model" if branch == "momentum" else "train_model"
     state = find_state_dict(payload_fields(checkpoint.payload).get(name), f"{name} of {checkpoint.path}")
@@ -106,57 +106,59 @@ def load_semi(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
         state = strip_prefix(state, "model.")
     network = replace(checkpoint, state=state)
     why = {"branch": f"{branch}{'' if wanted.branch else ', which FixMatch itself evaluates'}"}
-    _, why["head"] = head_number(1, wanted, None, checkpoint.path)
+    _, why["head"] = choose_head(1, wanted, None, checkpoint.path)
     clusters = len(state["fc.weight"]) if "fc.weight" in state and state["fc.weight"].ndim else 0
     small = {10: (SEMI_CIFAR10,), 20: (SEMI_CIFAR100,), 100: (SEMI_CIFAR100,)}.get(clusters, SEMI_CIFARS)
     if any(key.startswith("block1.layer.0.") for key in state):
-        backbone, matched = _wide(network, wanted, small)
+        backbone, matched = _load_wide_resnet(network, wanted, small)
         why |= dict.fromkeys(INPUT_FACTS, "SPICE-Semi's for its data set with this network; the file does not say")
     else:
-        inner = torchvision_names(network, "")
+        inner = rename_to_torchvision(network, "")
         spec = resnet_shape(inner, wanted, "SPICE-Semi")
         candidates = (*small, STL10) if is_small_stem(spec) else (IMAGENET, STL10)
         choice = choose_convention("SPICE-Semi", candidates, spec, inner)
         why |= choice.why
         backbone, matched = load_resnet(inner, wanted, choice)
-    head = _classifier(state, backbone.feature_dim, str(checkpoint.path))
+    head = _load_classifier(state, backbone.feature_dim, str(checkpoint.path))
     return Loaded(backbone, Origin("SPICE-Semi (FixMatch)", describe(backbone.spec), why=why), (head,), matched)
 
 
-def _data_sets(
+def _find_data_sets(
     spec: Mapping[str, Any], original: Mapping[str, Tensor], arch: Any, clusters: int | None
 ) -> Sequence[Convention]:
-    """Which data sets SPICE feeds to a ResNet, their stems included.
+    """Return the data sets that SPICE uses with a ResNet, their stems included.
 
     Args:
         original: the weights under SPICE's names.
-        arch: the name that MoCo's script wrote down, if any.
+        arch: the name that MoCo's script stores, if any.
     """
     if not is_small_stem(spec):
         return (IMAGENET,)
-    if not any(".shortcut." in key for key in original):  # its ClusterResNet, which pools for all of them
+    if not any(".shortcut." in key for key in original):  # its ClusterResNet, which pools for every data set
         pooled = (STL10, replace(CIFAR, stem=STL_STEM), TINY_IMAGENET)
         return {20: pooled[1:2], 200: pooled[2:]}.get(clusters or 0, pooled)
     return {"resnet18": (STL10,), "resnet18_cifar": (CIFAR,)}.get(str(arch), (CIFAR, STL10))
 
 
-def _normalised(choice: Choice) -> Choice:
-    """MoCo and SPICE-Self normalise all data sets alike, so that mean and std are no guess."""
+def _fix_normalisation(choice: Choice) -> Choice:
+    """Return the choice with mean and std as known: MoCo and SPICE-Self normalise all data sets in the same way."""
     return replace(choice, inferred=tuple(fact for fact in choice.inferred if fact not in ("mean", "std")))
 
 
-def _wide(checkpoint: Checkpoint, wanted: Wanted, small: Sequence[Convention]) -> tuple[Backbone, float]:
-    """FixMatch's wide ResNet, its sizes read from the weights."""
+def _load_wide_resnet(checkpoint: Checkpoint, wanted: Wanted, small: Sequence[Convention]) -> tuple[Backbone, float]:
+    """Return FixMatch's wide ResNet, its sizes read from the weights, and the share that matched."""
     state = {key: value for key, value in checkpoint.state.items() if not key.startswith("fc.")}
     stages = len({key.split(".")[0] for key in state if re.match(r"block\d+\.", key)})
     depth = len({key.split(".")[2] for key in state if key.startswith("block1.layer.")})
     firsts = [state.get("conv1.weight")] + [state.get(f"block{n}.layer.0.conv1.weight") for n in range(1, stages + 1)]
     widths = [len(first) for first in firsts if first is not None and first.ndim == 4 and len(first)]
     if wanted.arch is not None:
-        raise UserError(f"{checkpoint.path} holds FixMatch's wide ResNet; leave --arch {wanted.arch} out")
+        raise CheckpointError(
+            f"{checkpoint.path} holds FixMatch's wide ResNet; leave out {option('arch', wanted.arch)}"
+        )
     # A stage that halves the maps widens them as well.
     if stages not in WIDE_STRIDES or len(widths) != stages + 1 or widths[1:] != sorted(set(widths[1:])):
-        raise UserError(
+        raise CheckpointError(
             f"expected FixMatch's wide ResNet of 3 or 4 widening stages in {checkpoint.path}, found {stages} stages "
             f"of widths {widths}; copy it again"
         )
@@ -167,26 +169,24 @@ def _wide(checkpoint: Checkpoint, wanted: Wanted, small: Sequence[Convention]) -
     return Backbone(network, features, fed.mean, fed.std, fed.size, spec, INPUT_FACTS), matched
 
 
-def _classifier(state: Mapping[str, Tensor], features: int, source: str) -> LayeredHead:
-    named = {f"0.{key}": value for key, value in strip_prefix(state, "fc.").items()}
-    return layered_head(named, ["linear"], features, f"{source} (classifier)")
+def _load_classifier(state: Mapping[str, Tensor], features: int, source: str) -> LayeredHead:
+    layer = {f"0.{key}": value for key, value in strip_prefix(state, "fc.").items()}
+    return load_layered_head(layer, ["linear"], features, f"{source} (classifier)")
 
 
-def _is_moco(checkpoint: Checkpoint) -> bool:
+def matches_moco(checkpoint: Checkpoint) -> bool:
+    """Return whether this is MoCo's query encoder, with or without its key encoder and queue."""
     names = {key.split(".")[0] for key in checkpoint.state}
     return "encoder_q" in names and names <= MOCO_PARTS and "encoder_q.conv1.weight" in checkpoint.state
 
 
-def _is_self(checkpoint: Checkpoint) -> bool:
+def matches_self(checkpoint: Checkpoint) -> bool:
+    """Return whether this is a feature module with numbered heads."""
     return top_names(checkpoint.state) == {"feature_module", "head"} and any(
         key.startswith("head.head_0.classifier.") for key in checkpoint.state
     )
 
 
-def _is_semi(checkpoint: Checkpoint) -> bool:
+def matches_semi(checkpoint: Checkpoint) -> bool:
+    """Return whether the file has FixMatch's network and its moving average."""
     return {"train_model", "eval_model"} <= set(payload_fields(checkpoint.payload))
-
-
-formats.register("moco")(CheckpointFormat("moco", _is_moco, load_moco, rank=27))
-formats.register("spice-self")(CheckpointFormat("spice-self", _is_self, load_self, rank=26))
-formats.register("spice-semi")(CheckpointFormat("spice-semi", _is_semi, load_semi, rank=26))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_with_weights, compare
 from cdc_plugin.errors import UserError
@@ -243,6 +243,4 @@ def torchvision_knows(arch: str) -> bool:
     return arch in models.list_models(module=models)
 
 
-formats.register("torchvision")(
-    CheckpointFormat("torchvision", _matches, load_torchvision, rank=50, knows=torchvision_knows)
-)
+TORCHVISION = CheckpointFormat(_matches, load_torchvision, torchvision_knows)

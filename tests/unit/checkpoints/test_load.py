@@ -11,8 +11,10 @@ from safetensors.torch import save_file
 from torchvision import models
 
 from cdc_plugin.checkpoints import load_backbone, read_native
+from cdc_plugin.checkpoints.formats import formats
+from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin
 from cdc_plugin.checkpoints.formats.torchvision import resnet_spec
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, find_format, formats
+from cdc_plugin.checkpoints.load import find_format
 from cdc_plugin.checkpoints.read import read_checkpoint
 from cdc_plugin.checkpoints.weights import compare
 from cdc_plugin.errors import UserError
@@ -153,7 +155,7 @@ def test_architecture_that_does_not_fit_is_refused(tmp_path):
 
 def test_unknown_network_is_refused_with_what_to_type(tmp_path):
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "a.pth")
-    with pytest.raises(UserError, match="pass --arch NAME"):
+    with pytest.raises(UserError, match="arch='NAME'"):
         load_backbone(tmp_path / "a.pth")
 
 
@@ -225,14 +227,12 @@ def test_backbone_of_a_users_own_class_cannot_be_rebuilt_from_a_result(tmp_path)
         load_backbone(tmp_path)
 
 
-def test_new_format_is_found_by_its_rank_without_touching_the_loader(tmp_path, monkeypatch):
+def test_format_of_another_package_is_asked_first(tmp_path, monkeypatch):
     network, size = build(SPEC)
     path = saved(network, tmp_path / "a.pt")
     made = Backbone(network, size, [0.5] * 3, [0.5] * 3, 32)
-    early = CheckpointFormat(
-        "early", lambda _: True, lambda _checkpoint, _wanted: Loaded(made, Origin("early")), rank=1
-    )
-    monkeypatch.setitem(formats.entries, "early", early)
-    assert find_format(read_checkpoint(path)).name == "early"
+    plugin = CheckpointFormat(lambda _: True, lambda _checkpoint, _wanted: Loaded(made, Origin("plug-in")))
+    monkeypatch.setitem(formats.entries, "plug-in", plugin)
+    assert find_format(read_checkpoint(path)) == "plug-in"
     assert load_backbone(path) is made
     assert load_backbone(path, format="torchvision") is not made

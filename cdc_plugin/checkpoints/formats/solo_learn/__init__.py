@@ -5,6 +5,8 @@ A run writes a Lightning ``.ckpt``, which does not say what the network is, and 
 
 from __future__ import annotations
 
+from cdc_plugin.checkpoints.formats.bare import load_bare
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.solo_learn.args import (
     CIFAR10,
     IMAGENET,
@@ -14,7 +16,6 @@ from cdc_plugin.checkpoints.formats.solo_learn.args import (
     statistics,
 )
 from cdc_plugin.checkpoints.formats.solo_learn.networks import NAMES, Network, find_network, kind_of
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats, load_bare
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, read_as_inert, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights
 from cdc_plugin.errors import UserError
@@ -107,7 +108,7 @@ def _writer(run: RunArgs | None) -> str:
     return f"{name} ({stage})" if stage else name
 
 
-def _matches(checkpoint: Checkpoint) -> bool:
+def matches(checkpoint: Checkpoint) -> bool:
     state = checkpoint.state
     branches = [prefix for prefix in (*ONLINE, *MOMENTUM) if any(key.startswith(prefix) for key in state)]
     if not branches:
@@ -119,6 +120,3 @@ def _matches(checkpoint: Checkpoint) -> bool:
         return False
     # Either branch will do: of a damaged file one may be beyond recognition, and then loading says so.
     return any(kind_of(strip_prefix(state, prefix)) is not None for prefix in branches)
-
-
-formats.register("solo-learn")(CheckpointFormat("solo-learn", _matches, load_solo_learn, rank=20))

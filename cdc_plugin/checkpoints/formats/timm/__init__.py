@@ -6,11 +6,11 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.timm.fit import distinct, fits, fitting, settings_changed, timm_spec
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.timm.published import fetch_from_hub, load_from_timm
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, torchvision_knows
-from cdc_plugin.checkpoints.load import CheckpointFormat, Loaded, Origin, Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint
 from cdc_plugin.checkpoints.weights import build_with_weights
 from cdc_plugin.config.schema import INPUT_FACTS
@@ -92,7 +92,7 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     return Loaded(backbone, origin, matched=matched)
 
 
-def published(path: str) -> Loaded:
+def load_published(path: str) -> Loaded:
     """Published weights: ``timm:NAME`` or ``hf-hub:OWNER/NAME``."""
     if path.startswith("timm:"):
         return load_from_timm(path)
@@ -190,4 +190,4 @@ def _matches(checkpoint: Checkpoint) -> bool:
     return any(fits(name, checkpoint.state) for name in named)
 
 
-formats.register("timm")(CheckpointFormat("timm", _matches, load_timm, rank=40, knows=knows))
+TIMM = CheckpointFormat(_matches, load_timm, knows)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from cdc_plugin.checkpoints.load import Loaded, Origin
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build, describe, timm_features
 from cdc_plugin.models.backbone import Backbone

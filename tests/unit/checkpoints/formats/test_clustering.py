@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint, read_checkpoint
-from cdc_plugin.checkpoints.load import formats
+from cdc_plugin.checkpoints.formats import formats
 from cdc_plugin.checkpoints.read import whole_number
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build
@@ -101,9 +101,9 @@ def test_heads_that_no_one_ranks_are_left_to_the_user(tmp_path, small):
     path = written(tmp_path, state)
     loaded = load_checkpoint(path)
     assert_computes(loaded, small)
-    assert "--head 0 to 2" in loaded.origin.why["head"]
+    assert "head=0 to 2" in loaded.origin.why["head"]
     assert_computes(load_checkpoint(path, wanted=Wanted(head=1)), small, heads[1])
-    with pytest.raises(UserError, match="has 3 clustering heads, number 3"):
+    with pytest.raises(UserError, match="has 3 clustering heads, 3"):
         load_checkpoint(path, wanted=Wanted(head=3))
 
 
@@ -260,11 +260,11 @@ def test_heads_on_embeddings_are_named_and_refused(tmp_path):
     heads = {"embed_mean": torch.zeros(4), "embed_std": torch.ones(4), "head.best_head_idx": torch.tensor(0)}
     heads |= named("head.heads.0.mlp.", mlp("linear", "relu", "linear"))
     temi = {"student": heads, "teacher": heads, "epoch": 3, "args": argparse.Namespace(arch="clip_ViT-B/32")}
-    with pytest.raises(UserError, match=r"heads of TEMI.*\(clip_ViT-B/32\).*--backbone"):
+    with pytest.raises(UserError, match=r"heads of TEMI.*\(clip_ViT-B/32\).*timm:NAME"):
         load_checkpoint(written(tmp_path, temi))
     turtle = {f"phi{number}": nn.Linear(8, 10).state_dict() for number in (1, 2)}
     for spaces in ({"phi1": turtle["phi1"]}, turtle):
-        with pytest.raises(UserError, match=r"linear heads of TURTLE.*--backbone"):
+        with pytest.raises(UserError, match=r"linear heads of TURTLE.*timm:NAME"):
             load_checkpoint(written(tmp_path, spaces, "turtle.pt"))
 
 
@@ -284,7 +284,7 @@ def test_misshapen_weights_do_not_ask_for_memory(tmp_path, small):
     saved, *_ = cdc_payload(small)
     for key in ("module.backbone.layer4.0.conv1.weight", "module.backbone.layer2.0.conv1.weight"):
         saved["model"][key] = saved["model"][key].flatten()
-    with pytest.raises(UserError, match="expected a whole ResNet of CDC"):
+    with pytest.raises(UserError, match="expected a complete ResNet of CDC"):
         load_checkpoint(written(tmp_path, saved))
 
 

@@ -66,7 +66,7 @@ def test_training_checkpoint_of_spice_self_asks_which_of_its_heads(tmp_path):
     path = written(tmp_path, {"epoch": 2, "state_dict": state, "optimizer": {}})
     loaded = load_checkpoint(path)
     assert (loaded.heads, loaded.origin.epoch) == ((), 2)
-    assert "--head 0 to 2" in loaded.origin.why["head"]
+    assert "head=0 to 2" in loaded.origin.why["head"]
     features = computed(network, given=images(32))
     chosen = load_checkpoint(path, wanted=Wanted(head=2)).heads[0]
     torch.testing.assert_close(computed(chosen, given=features), computed(heads[2], given=features))
@@ -156,5 +156,5 @@ def test_wide_network_with_a_lost_stage_is_refused(tmp_path):
 def test_projection_of_one_width_is_not_taken_for_a_head_of_another(tmp_path):
     state, _ = self_state(resnet(CIFAR_STEM, 32), heads=1)
     state["module.head.head_0.classifier.lin1.weight"] = torch.ones(WIDTHS[3], 7)
-    with pytest.raises(UserError, match=f"expected a linear layer on {WIDTHS[3]} numbers"):
+    with pytest.raises(UserError, match=f"expected a linear layer with {WIDTHS[3]} inputs"):
         load_checkpoint(written(tmp_path, state))

@@ -184,7 +184,7 @@ def test_cached_repository_of_the_hub_needs_no_network(offline, tmp_path, monkey
 
 def test_network_of_nobodys_is_refused(tmp_path):
     torch.save(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4)).state_dict(), tmp_path / "a.pth")
-    with pytest.raises(UserError, match="cannot tell the network"):
+    with pytest.raises(UserError, match="cannot recognise the network"):
         load_checkpoint(tmp_path / "a.pth")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torchvision import models
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.formats.solo_learn import load_solo_learn
 from cdc_plugin.checkpoints.load import find_format
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.errors import UserError
@@ -72,9 +73,8 @@ def checkpoint(network, args=None, prefix="backbone.", **companions):
 
 
 def loaded(given, **wanted):
-    entry = find_format(given)
-    assert entry.name == "solo-learn"
-    return entry.load(given, Wanted(**wanted))
+    assert find_format(given) == "solo-learn"
+    return load_solo_learn(given, Wanted(**wanted))
 
 
 def features(network, images=IMAGES):
@@ -296,14 +296,14 @@ def test_run_folder_is_read_from_disk_without_the_classes_it_pickles(tmp_path):
     "companion", ["projection_head.layers.0.weight", "online_classifier.weight", "contrastive_head.0.weight"]
 )
 def test_files_of_other_frameworks_are_left_to_them(resnet, companion):
-    assert find_format(checkpoint(resnet, **{companion: torch.zeros(4, 4)})).name != "solo-learn"
+    assert find_format(checkpoint(resnet, **{companion: torch.zeros(4, 4)})) != "solo-learn"
 
 
 def test_files_without_an_online_classifier_are_left_to_others(resnet):
     given = checkpoint(resnet)
     for key in ("classifier.weight", "classifier.bias"):
         del given.state[key]
-    assert find_format(given).name != "solo-learn"
+    assert find_format(given) != "solo-learn"
 
 
 @pytest.mark.parametrize(
