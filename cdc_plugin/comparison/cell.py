@@ -19,7 +19,7 @@ from torch import Tensor
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import Opened
 from cdc_plugin.comparison.methods import Method, absolute
-from cdc_plugin.comparison.train import TRAININGS, Bench, Outcome, fits
+from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup, fits_config
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, open_images
@@ -107,7 +107,7 @@ def run_cell(cell: Cell, opened: Opened, earlier: Cell | None, keep_model: bool)
     return record
 
 
-def bench_of(cell: Cell, opened: Opened, earlier: Cell | None, history: list[dict[str, float]]) -> Bench:
+def bench_of(cell: Cell, opened: Opened, earlier: Cell | None, history: list[dict[str, float]]) -> TrainingSetup:
     """All that a training is given, in copies of its own."""
     material = opened.material
     start, augment = opened.start(cell.seed)
@@ -123,20 +123,20 @@ def bench_of(cell: Cell, opened: Opened, earlier: Cell | None, history: list[dic
     assert config.clusters is not None
     config = replace(config, init=choose_init(config.init, heads, config.clusters))
     frozen = config.freeze_backbone and bool(config.epochs)
-    return Bench(
+    return TrainingSetup(
         config,
         backbone,
         tuple(copy.deepcopy(head).to(material.device) for head in heads),
         material.images,
         features,
         material.device,
-        start if earlier is None and fits(start, config) else None,
+        start if earlier is None and fits_config(start, config) else None,
         opened.views(config) if frozen else None,
         history.append,
     )
 
 
-def measured(method: Method, outcome: Outcome, bench: Bench, opened: Opened) -> dict[str, Any]:
+def measured(method: Method, outcome: Outcome, bench: TrainingSetup, opened: Opened) -> dict[str, Any]:
     """Figures of every row, and how well each tells images from elsewhere (max softmax, the paper's protocol)."""
     labels = bench.images.labels
     rows = torch.arange(len(bench.images)) if outcome.reported is None else outcome.reported
@@ -165,7 +165,7 @@ def measured(method: Method, outcome: Outcome, bench: Bench, opened: Opened) -> 
     return {"rows": found, "outside": outside}
 
 
-def _features(bench: Bench, images: ImageSet) -> Tensor:
+def _features(bench: TrainingSetup, images: ImageSet) -> Tensor:
     return extract_features(bench.backbone, images, bench.device, bench.config.precision, None)
 
 

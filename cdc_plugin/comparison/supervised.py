@@ -1,11 +1,13 @@
-"""The only training that sees labels: reference rows of a comparison, marked "uses labels", never an opponent.
+"""The only training that sees labels: reference rows of a comparison, marked "uses labels", never a baseline.
 
 What a linear classifier, a fine-tuned network and temperature scaling reach with the labels of half of the images
-says how far label-free figures are from the ceiling. Figures are reported on the other half. Nothing but the
+shows how far label-free figures are from the ceiling. Figures are reported on the other half. Nothing but the
 comparison imports this module.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -13,45 +15,53 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
-from cdc_plugin.comparison.temperature import fit_temperature, scaled
+from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
+from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
 from cdc_plugin.core.random_streams import fork_rng, generator
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import DataError
 from cdc_plugin.metrics.clustering import true_columns
 from cdc_plugin.metrics.validation import probability_table
 from cdc_plugin.models.heads import LayeredHead
 
 SPLIT = 19  # purpose of random numbers, beside those of `baselines.task`
+# If every labelled sample is right, the likelihood grows without bound as T falls to 0: T stays in here.
+SMALLEST, LARGEST = 0.05, 100.0
 
 
-def split(images: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Rows that are labelled, half of them, and rows that are reported on, drawn at random; both in rising order."""
-    if images < 2:
-        raise UserError(f"half of the images are labelled and the others reported on; found {images}, give at least 2")
-    order = torch.randperm(images, generator=generator(seed, SPLIT))
-    labelled, reported = order[: images // 2], order[images // 2 :]
+def split_labelled(image_count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return rows that are labelled, half of them, and rows that are reported on, drawn at random; both sorted.
+
+    >>> labelled, reported = split_labelled(5, seed=0)
+    >>> len(labelled), len(reported)
+    (2, 3)
+    """
+    if image_count < 2:
+        raise DataError(
+            f"half of the images are labelled and the others reported on; found {image_count}, pass at least 2"
+        )
+    order = torch.randperm(image_count, generator=generator(seed, SPLIT))
+    labelled, reported = order[: image_count // 2], order[image_count // 2 :]
     return labelled.sort().values, reported.sort().values
 
 
-def train_linear(task: Task, labels: Tensor, rows: Tensor) -> nn.Module:
-    """A linear classifier on the frozen plain features: logistic regression with the penalty |W|² / 2, converged.
+def train_linear(task: BaselineTask, labels: Tensor, rows: Tensor) -> nn.Module:
+    """Train a linear classifier on the frozen plain features: logistic regression with penalty |W|² / 2, converged.
 
     Args:
-        labels: (N,) classes, any whole numbers; only those of ``rows`` are looked at.
+        labels: (N,) classes, any whole numbers; only those of ``rows`` are read.
         rows: (n,) of the labelled images.
 
     Returns:
         a `LayeredHead` with one logit for each class among ``rows``, in rising order of their numbers. It takes
-        features as they are: that they were standardised is folded into its weights.
+        raw features: their standardisation is folded into its weights.
     """
-    classes, targets = _classes(labels, rows)
+    classes, targets = _index_classes(labels, rows)
     # In 64 bits, which not every device has.
     features = task.features[rows.to(task.features.device)].detach().cpu().double()
     mean, spread = features.mean(dim=0), features.std(dim=0, correction=0)
-    # A feature that hardly moves, as of a dead unit, must not be blown up to the size of the others.
+    # A feature that hardly varies, as of a dead unit, must not be scaled up to the size of the others.
     spread = spread.where(spread > 1e-6 * spread.max(), 1.0)
-    weights, bias = _logistic_regression((features - mean) / spread, targets, len(classes))
+    weights, bias = _fit_logistic_regression((features - mean) / spread, targets, len(classes))
     head = LayeredHead([["linear", task.feature_dim, len(classes)]])
     folded = weights / spread
     with torch.no_grad():
@@ -60,21 +70,21 @@ def train_linear(task: Task, labels: Tensor, rows: Tensor) -> nn.Module:
     return head.to(task.device).eval()
 
 
-def train_supervised(task: Task, labels: Tensor, rows: Tensor) -> nn.Module:
+def train_supervised(task: BaselineTask, labels: Tensor, rows: Tensor) -> nn.Module:
     """Fine-tune backbone and linear head by cross-entropy on strong views of the labelled images (appendix B.1).
 
     Rates and number of steps are those of the task: an epoch shows as many views as there are images, two of
     every labelled one. The head starts at random, as usual: started as `train_linear` leaves it, it was worse on
     one of two sets (75.9 against 78.4 % accuracy on 5,000 Fashion-MNIST images, one seed each) and equal on digits.
     """
-    classes, targets = _classes(labels, rows)
+    classes, targets = _index_classes(labels, rows)
     targets = targets.to(task.device)
-    with fork_rng(generator(task.config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
         head = LayeredHead([["linear", task.feature_dim, len(classes)]]).to(task.device)
 
-    def step(chosen: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
-        places = chosen % len(rows)
-        features = features_of(task, task.strong(rows[places], randomness))
+    def step(drawn: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
+        places = drawn % len(rows)
+        features = compute_features(task, task.strong(rows[places], randomness))
         return {"loss": F.cross_entropy(head(features), targets[places.to(task.device)])}
 
     train_epochs(task, head, step)
@@ -82,32 +92,71 @@ def train_supervised(task: Task, labels: Tensor, rows: Tensor) -> nn.Module:
 
 
 def calibrate_by_temperature(probs: NDArray[np.float32], labels: ArrayLike, rows: ArrayLike) -> NDArray[np.float64]:
-    """(N, C) probabilities of any clustering, rescaled by the temperature that suits the labelled rows.
+    """Return (N, C) probabilities of any clustering, rescaled by the temperature that suits the labelled rows.
 
-    Clusters are matched with classes on the labelled rows, which tells the right column of each; an image
-    whose class has no cluster counts as one with an even target. No image changes its cluster.
+    This is temperature scaling (Guo et al. 2017). Clusters are matched with classes on the labelled rows, which
+    gives the right column of each; an image whose class has no cluster counts as one with an even target. No image
+    changes its cluster.
 
     Args:
-        labels: (N,) classes; only those of ``rows`` are looked at.
+        labels: (N,) classes; only those of ``rows`` are read.
         rows: (n,) of the labelled images.
     """
-    table, chosen = probability_table(probs), np.asarray(rows)
-    columns = true_columns(table[chosen], np.asarray(labels)[chosen])
-    # A probability of 0 is one that was rounded: its logarithm is that of the smallest number of a network's output.
+    table, labelled = probability_table(probs), np.asarray(rows)
+    columns = true_columns(table[labelled], np.asarray(labels)[labelled])
+    # A probability of 0 was rounded: its logarithm is that of the smallest number of a network's output.
     logits = torch.from_numpy(np.log(np.maximum(table, np.finfo(np.float32).tiny)).astype(np.float64))
-    return scaled(logits, fit_temperature(logits[chosen], torch.from_numpy(columns))).numpy()
+    temperature = fit_temperature(logits[labelled], torch.from_numpy(columns))
+    return F.softmax(logits / temperature, dim=1).numpy()
 
 
-def _classes(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of the classes among the labelled rows, (K,), and the place among them of each row's class, (n,)."""
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """Return the T, from `SMALLEST` to `LARGEST`, that minimises the mean of -log softmax(z / T)[label].
+
+    The mean is convex in 1 / T: T is where its slope, the mean of (expected logit - logit of the label), is 0. If
+    all temperatures are equally good, T is 1.
+
+    Args:
+        logits: (N, C), finite.
+        labels: (N,) the right columns. Other numbers mean that no column is right: any column is then as good
+            as any other, so such samples have the target 1 / C.
+    """
+    from scipy.optimize import brentq
+
+    # In 64 bits, which not every device has.
+    rows, columns = logits.detach().cpu().double(), labels.cpu().long()
+    if len(rows) == 0 or not rows.isfinite().all():
+        raise DataError(
+            f"a temperature is fitted to finite logits of at least one labelled image; found {len(rows)} images"
+            f"{'' if rows.isfinite().all() else ' with NaN or infinite logits'}"
+        )
+    has_column = (columns >= 0) & (columns < rows.shape[1])
+    labelled = rows.gather(1, columns.where(has_column, 0).unsqueeze(1)).squeeze(1)
+    target = labelled.where(has_column, rows.mean(dim=1)).mean()
+
+    def slope(log_inverse: float) -> float:
+        probs = F.softmax(rows * math.exp(log_inverse), dim=1)
+        return ((probs * rows).sum(dim=1).mean() - target).item()
+
+    # The slope rises with log(1 / T), in which all of the range is within reach of a few steps.
+    low, high = -math.log(LARGEST), -math.log(SMALLEST)
+    if slope(0.0) == 0:
+        return 1.0
+    if slope(low) >= 0:
+        return LARGEST
+    return SMALLEST if slope(high) <= 0 else math.exp(-brentq(slope, low, high, xtol=1e-10))
+
+
+def _index_classes(labels: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the classes among the labelled rows, (K,), and the index among them of each row's class, (n,)."""
     if len(rows) == 0:
-        raise UserError("a supervised reference learns from labelled images; found none")
+        raise DataError("a supervised reference learns from labelled images; found none")
     classes, targets = labels.cpu().long()[rows.cpu()].unique(return_inverse=True)
     return classes, targets
 
 
-def _logistic_regression(features: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Weights (K, D) and bias (K,) with the smallest sum of cross-entropies + |W|² / 2."""
+def _fit_logistic_regression(features: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Return weights (K, D) and bias (K,) with the smallest sum of cross-entropies + |W|² / 2."""
     weights = torch.zeros(classes, features.shape[1], dtype=features.dtype, requires_grad=True)
     bias = torch.zeros(classes, dtype=features.dtype, requires_grad=True)
     optimizer = torch.optim.LBFGS(

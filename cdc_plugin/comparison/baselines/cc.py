@@ -1,17 +1,18 @@
-"""Contrastive Clustering (CC; Li et al., AAAI 2021): instances and clusters are told apart across two strong views.
+"""Contrastive Clustering (CC; Li et al., AAAI 2021): contrast instances and clusters across two strong views.
 
 As in its paper two heads with random weights and one hidden layer stand on the backbone, an instance head of 128
-numbers and a cluster head of C probabilities. The backbone is fine-tuned, as in CDC's comparison.
+outputs and a cluster head of C probabilities. The backbone is fine-tuned, as in CDC's comparison.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.cc_losses import cluster_contrast, pair_contrast
-from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
+from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
+from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
+from cdc_plugin.core.losses import negative_entropy
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import LayeredHead
 
@@ -19,21 +20,51 @@ INSTANCE_DIM = 128
 INSTANCE_TEMPERATURE, CLUSTER_TEMPERATURE = 0.5, 1.0
 
 
-def train_cc(task: Task) -> nn.Module:
+def train_cc(task: BaselineTask) -> nn.Module:
     """Train by L = L_ins + L_clu (Eq. 7) and return the cluster head, whose softmax CC predicts with."""
-    config, size = task.config, task.feature_dim
-    assert config.clusters is not None
-    with fork_rng(generator(config.seed, WEIGHTS), task.device):
+    size = task.feature_dim
+    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
         instance_head, cluster_head = (
             LayeredHead([["linear", size, size], ["relu"], ["linear", size, outputs]]).to(task.device)
-            for outputs in (INSTANCE_DIM, config.clusters)
+            for outputs in (INSTANCE_DIM, task.settings.clusters)
         )
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
-        first, second = (features_of(task, task.strong(rows, randomness)) for _ in range(2))
+        first, second = (compute_features(task, task.strong(rows, randomness)) for _ in range(2))
         instance = pair_contrast(instance_head(first), instance_head(second), INSTANCE_TEMPERATURE)
         cluster = cluster_contrast(cluster_head(first), cluster_head(second), CLUSTER_TEMPERATURE)
         return {"loss": instance + cluster, "instance_loss": instance, "cluster_loss": cluster}
 
     train_epochs(task, nn.ModuleList([instance_head, cluster_head]), step)
     return cluster_head
+
+
+def pair_contrast(first: Tensor, second: Tensor, temperature: float) -> Tensor:
+    """Compute NT-Xent: row i of one view should be closest to row i of the other among all other rows of both views.
+
+    This is L_ins of CC (Eqs. 2-3) where rows are projections of images, and the first term of L_clu where they are
+    clusters. The sum in the paper's denominator includes the row itself; as in the released code it is left out,
+    since the similarity of a row to itself is constant.
+
+    Args:
+        first, second: (n, d) rows of both views, of any norm: cosines are compared.
+    """
+    count = len(first)
+    rows = F.normalize(torch.cat([first, second]), dim=1)
+    similarity = rows @ rows.T / temperature  # (2n, 2n)
+    itself = torch.eye(2 * count, dtype=torch.bool, device=rows.device)
+    partner = torch.arange(2 * count, device=rows.device).roll(count)
+    return F.cross_entropy(similarity.masked_fill(itself, -torch.inf), partner)
+
+
+def cluster_contrast(first: Tensor, second: Tensor, temperature: float) -> Tensor:
+    """Compute L_clu of CC (Eqs. 5-6): contrast the columns of the probabilities, minus the entropy of cluster sizes.
+
+    A column says how much every image of the batch belongs to one cluster. Without the entropies, one per view,
+    most images could end up in a single cluster.
+
+    Args:
+        first, second: (b, C) logits of the same images in two views.
+    """
+    contrast = pair_contrast(F.softmax(first, dim=1).T, F.softmax(second, dim=1).T, temperature)
+    return contrast + negative_entropy(first) + negative_entropy(second)

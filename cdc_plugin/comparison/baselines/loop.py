@@ -1,15 +1,15 @@
-"""What all opponents share: the optimiser, its schedule and the loop over epochs, with as many steps as CDC takes.
+"""What all baselines share: the optimiser, its schedule and the loop over epochs, with as many steps as CDC takes.
 
 How a baseline uses it::
 
-    with fork_rng(generator(config.seed, WEIGHTS), task.device):
+    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
         head = LayeredHead([...]).to(task.device)          # the same weights for the same seed
 
-    def step(rows, randomness):                            # one sub-batch: (b,) rows of the set, on the CPU
-        features = features_of(task, task.weak(rows, randomness))
+    def step(rows, randomness):                            # one sub-batch: (b,) image indices, on the CPU
+        features = compute_features(task, task.weak(rows, randomness))
         return {"loss": some_loss(head(features)), "selected": share}
 
-    last = train_epochs(task, head, step)                  # means of the last epoch; modules are in eval mode
+    means = train_epochs(task, head, step)                 # of the last epoch; modules are in eval mode
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import Task, order_of
-from cdc_plugin.config.schema import RefineConfig, steps_per_epoch, sub_batches
+from cdc_plugin.comparison.baselines.task import (
+    BaselineSettings,
+    BaselineTask,
+    count_steps,
+    shuffle_batches,
+    split_batch,
+)
+from cdc_plugin.config.schema import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError
 from cdc_plugin.training.device import autocast, rate_factor
 
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 
 
-def train_epochs(task: Task, heads: nn.Module, step: Step) -> dict[str, Tensor]:
-    """Train backbone and heads for ``config.epochs``; returns the means of the last epoch ({} for none).
+def train_epochs(task: BaselineTask, heads: nn.Module, step: Step) -> dict[str, Tensor]:
+    """Train backbone and heads; return the means of the last epoch ({} without epochs).
 
-    ``step(rows, randomness)`` is called in train mode once a sub-batch and gives the tensor ``loss``, which is
-    descended here, and whatever else is to be averaged over the epoch: numbers go to ``task.after_epoch``,
-    vectors (one number a head, say) are only returned. A ``loss`` without gradient takes no step: that is how
-    a sub-batch is skipped.
+    ``step(rows, randomness)`` runs in train mode once per sub-batch and returns the tensor ``loss``, which is
+    minimised here, and whatever else to average over the epoch: numbers go to ``task.after_epoch``, vectors (such
+    as one number per head) are only returned. A ``loss`` without gradient takes no step: this skips a sub-batch.
     """
-    epochs, batch, part = task.config.epochs, task.config.batch_size, task.config.sub_batch_size
-    assert epochs is not None
-    assert batch is not None
-    assert part is not None
-    descent = Descent(
-        task.config, task.device, epochs * steps_per_epoch(task.images, task.config), heads, task.backbone
-    )
+    settings = task.settings
+    steps = settings.epochs * count_steps(batch_sizes(task.image_count, settings.batch_size), settings)
+    optimizer = BaselineOptimizer(settings, task.device, steps, heads, task.backbone)
     means: dict[str, Tensor] = {}
-    for epoch in range(epochs):
+    for epoch in range(settings.epochs):
         logs = []
-        for batch_rows, randomness in order_of(task, epoch, batch):
+        for batch, randomness in shuffle_batches(task, epoch):
             with fork_rng(randomness, task.device):
-                for rows in batch_rows.tensor_split(sub_batches(len(batch_rows), part)):
+                for rows in split_batch(batch, settings):
                     task.backbone.train()
                     heads.train()
                     log = step(rows, randomness)
-                    descent.step(log["loss"])
+                    optimizer.step(log["loss"])
                     logs.append({name: value.detach() for name, value in log.items()})
         means = end_epoch(task, epoch, logs)
     task.backbone.eval()
@@ -62,49 +63,49 @@ def train_epochs(task: Task, heads: nn.Module, step: Step) -> dict[str, Tensor]:
     return means
 
 
-def end_epoch(task: Task, epoch: int, logs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Means of what the steps of an epoch (from 0) logged; numbers are passed on to ``task.after_epoch``."""
+def end_epoch(task: BaselineTask, epoch: int, logs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the means of what the steps of an epoch (from 0) logged; pass numbers on to ``task.after_epoch``."""
     means = {name: torch.stack([log[name].float() for log in logs]).mean(dim=0) for name in logs[0]}
     if not math.isfinite(means["loss"].item()):
-        rates = f"lr_backbone={task.config.lr_backbone:g} lr_heads={task.config.lr_heads:g}"
-        raise UserError(f"the loss is not finite in epoch {epoch + 1}: the rates are too high, {rates}; try a tenth")
+        rates = f"lr_backbone={task.settings.lr_backbone:g} lr_heads={task.settings.lr_heads:g}"
+        raise ConfigError(f"the loss is not finite in epoch {epoch + 1}: the rates are too high, {rates}; try a tenth")
     numbers = {name: value.item() for name, value in means.items() if value.ndim == 0}
     task.after_epoch({"epoch": epoch + 1, **numbers})
     return means
 
 
-def features_of(task: Task, images: Tensor) -> Tensor:
-    """(b, D) of the backbone as it is now, in the precision of the run; float32 comes out."""
-    with autocast(task.device, task.config.precision):
-        features: Tensor = task.backbone(images)
+def compute_features(task: BaselineTask, views: Tensor) -> Tensor:
+    """Return (b, D) of the backbone in its present mode, computed in the precision of the run, as float32."""
+    with autocast(task.device, task.settings.precision):
+        features: Tensor = task.backbone(views)
     return features.float()
 
 
-class Descent:
-    """Adam over the heads and, where one is given, the backbone, at the rates and on the schedule of CDC.
+class BaselineOptimizer:
+    """Adam over the heads and, if given, the backbone, at the rates and on the schedule of CDC.
 
     Args:
-        total_steps: when the cosine of the schedule ends.
-        backbone: left out where it is not to be trained.
+        total_steps: where the cosine of the schedule ends.
+        backbone: omitted if it is not to be trained.
     """
 
     def __init__(
         self,
-        config: RefineConfig,
+        settings: BaselineSettings,
         device: torch.device,
         total_steps: int,
         heads: nn.Module,
         backbone: nn.Module | None = None,
     ) -> None:
-        self.schedule, self.total_steps, self.steps = config.schedule, max(1, total_steps), 0
-        groups: list[dict[str, Any]] = [{"params": list(heads.parameters()), "full_rate": config.lr_heads}]
+        self.schedule, self.total_steps, self.steps = settings.schedule, max(1, total_steps), 0
+        groups: list[dict[str, Any]] = [{"params": list(heads.parameters()), "full_rate": settings.lr_heads}]
         if backbone is not None and any(True for _ in backbone.parameters()):
-            groups.append({"params": list(backbone.parameters()), "full_rate": config.lr_backbone})
+            groups.append({"params": list(backbone.parameters()), "full_rate": settings.lr_backbone})
         self.optimizer = torch.optim.Adam(groups)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
 
     def step(self, loss: Tensor) -> None:
-        """One step down; none where the loss has no gradient, though the schedule goes on."""
+        """Minimise the loss by one step; without a gradient only the schedule advances."""
         factor = rate_factor(self.schedule, self.steps, self.total_steps)
         self.steps += 1
         if not loss.requires_grad:

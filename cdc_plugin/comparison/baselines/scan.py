@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
+from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
+from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
 from cdc_plugin.core.losses import negative_entropy
-from cdc_plugin.core.neighbours import balanced_cross_entropy, consistency_loss, nearest_neighbours, scan_loss
+from cdc_plugin.core.neighbours import nearest_neighbours
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import LayeredHead
 
@@ -22,68 +22,98 @@ NEIGHBOURS, ENTROPY_WEIGHT, HEADS, THRESHOLD = 20, 5.0, 10, 0.99
 # 97 % accuracy fell to 58 % within 10 epochs, at this one to 96 % (digits, one seed): under a fixed threshold
 # clusters that are less sure than others are trained away.
 SELF_LABEL_RATE = 1e-4
-# Images a step of the second stage: SCAN's own number, since CDC's 500 gave a higher loss after as many epochs
-# (Fashion-MNIST); but at least so many a cluster, of fewer the entropy of the mean says little.
-STEP_SIZE, LEAST_A_CLUSTER = 128, 5
+# Images per step of the second stage: SCAN's own number, since CDC's 500 gave a higher loss after as many epochs
+# (Fashion-MNIST); but at least so many per cluster, of fewer the entropy of the mean says little.
+STEP_SIZE, LEAST_PER_CLUSTER = 128, 5
 
 
-def train_scan(task: Task) -> nn.Module:
-    """SCAN's second stage: linear heads and backbone learn to give neighbours in ``task.features`` one cluster.
+def train_scan(task: BaselineTask) -> nn.Module:
+    """Run SCAN's second stage: train linear heads and backbone to give neighbours in ``task.features`` one cluster.
 
-    Of ten heads the one with the lowest loss in the last epoch is returned, both terms counted alike: SCAN's
+    Of ten heads the one with the lowest loss in the last epoch is returned, both terms weighted equally: SCAN's
     own choice, which needs no labels.
     """
-    clusters, config = task.config.clusters, task.config
-    assert clusters is not None
-    assert config.sub_batch_size is not None
+    settings = task.settings
     neighbours = nearest_neighbours(task.features, NEIGHBOURS).cpu()
-    with fork_rng(generator(config.seed, WEIGHTS), task.device):
-        made = [LayeredHead([["linear", task.feature_dim, clusters]]) for _ in range(HEADS)]
-    heads = nn.ModuleList(made).to(task.device)
+    with fork_rng(generator(settings.seed, WEIGHTS), task.device):
+        random_heads = [LayeredHead([["linear", task.feature_dim, settings.clusters]]) for _ in range(HEADS)]
+    heads = nn.ModuleList(random_heads).to(task.device)
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         drawn = torch.randint(neighbours.shape[1], (len(rows),), generator=randomness)
         views = [task.weak(rows, randomness), task.weak(neighbours[rows, drawn], randomness)]
-        own, near = features_of(task, torch.cat(views)).chunk(2)
+        own, near = compute_features(task, torch.cat(views)).chunk(2)
         losses, scores = [], []
         for head in heads:
             logits, near_logits = head(own), head(near)
             losses.append(scan_loss(logits, near_logits, ENTROPY_WEIGHT))
-            scores.append((consistency_loss(logits, near_logits) + negative_entropy(logits)).detach())
+            scores.append(scan_loss(logits, near_logits, 1.0).detach())
         return {"loss": torch.stack(losses).mean(), "scores": torch.stack(scores)}
 
-    size = max(min(config.sub_batch_size, STEP_SIZE), LEAST_A_CLUSTER * clusters)
-    last = train_epochs(replace(task, config=replace(config, sub_batch_size=size)), heads, step)
-    return heads[int(last["scores"].argmin())] if last else heads[0]
+    size = max(min(settings.sub_batch_size, STEP_SIZE), LEAST_PER_CLUSTER * settings.clusters)
+    means = train_epochs(replace(task, settings=replace(settings, sub_batch_size=size)), heads, step)
+    return heads[int(means["scores"].argmin())] if means else heads[0]
 
 
-def train_self_label(task: Task, head: nn.Module) -> nn.Module:
-    """SCAN's third stage, for backbone and head of the second: confident images teach their strong views.
+def train_self_label(task: BaselineTask, head: nn.Module) -> nn.Module:
+    """Run SCAN's third stage on backbone and head of the second: confident images teach their strong views.
 
     As in SCAN's code confidence is that of the plain image, and a step takes a whole batch, so that few clusters
-    are missing among the selected. A step without a confident image is left out; where there is never one, the
-    weights stay as they were.
+    are missing among the selected. A step without a confident image is skipped; if there never is one, the weights
+    stay unchanged.
     """
-    config = task.config
-    assert config.lr_heads is not None
-    assert config.lr_backbone is not None
+    settings = task.settings
     gentle = replace(
-        config,
-        sub_batch_size=config.batch_size,
-        lr_heads=min(config.lr_heads, SELF_LABEL_RATE),
-        lr_backbone=min(config.lr_backbone, SELF_LABEL_RATE),
+        settings,
+        sub_batch_size=settings.batch_size,
+        lr_heads=min(settings.lr_heads, SELF_LABEL_RATE),
+        lr_backbone=min(settings.lr_backbone, SELF_LABEL_RATE),
     )
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         with torch.no_grad():
-            probs = F.softmax(head(features_of(task, task.plain(rows, randomness))), dim=1)
+            probs = F.softmax(head(compute_features(task, task.plain(rows, randomness))), dim=1)
         confidence, labels = probs.max(dim=1)
         mask = confidence > THRESHOLD
         selected = mask.float().mean()
         if not mask.any():
             return {"loss": torch.zeros_like(selected), "selected": selected}
-        logits = head(features_of(task, task.strong(rows, randomness)))
+        logits = head(compute_features(task, task.strong(rows, randomness)))
         return {"loss": balanced_cross_entropy(logits, labels, mask), "selected": selected}
 
-    train_epochs(replace(task, config=gentle), head, step)
+    train_epochs(replace(task, settings=gentle), head, step)
     return head
+
+
+def consistency_loss(logits: Tensor, neighbour_logits: Tensor) -> Tensor:
+    """Compute the first term of SCAN's Eq. 2: minus the mean log of <p(x), p(neighbour)>.
+
+    Args:
+        logits, neighbour_logits: (b, C) of images and of one neighbour each.
+    """
+    # By logsumexp: finite, with a gradient, where the product underflows to 0 (SCAN's code cuts at -100).
+    log_products = F.log_softmax(logits, dim=1) + F.log_softmax(neighbour_logits, dim=1)
+    return -log_products.logsumexp(dim=1).mean()
+
+
+def scan_loss(logits: Tensor, neighbour_logits: Tensor, entropy_weight: float) -> Tensor:
+    """Compute SCAN's Eq. 2: consistency + lambda * sum of p' log p', where p' is the mean prediction for the images."""
+    return consistency_loss(logits, neighbour_logits) + entropy_weight * negative_entropy(logits)
+
+
+def balanced_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Compute the loss of SCAN's third stage: trusted samples, each weighted by 1 / (share of its label in them).
+
+    Weights are normalised to the sum of 1, so this is the mean over the labels that occur of their mean losses.
+    It is 0, with a zero gradient, where no sample is trusted.
+
+    Args:
+        logits: (b, C) of the strong views.
+        labels: (b,) pseudo-labels.
+        mask: (b,) which of them are trusted.
+    """
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    trusted = mask.to(losses.dtype)
+    counts = torch.zeros_like(logits[0]).index_add_(0, labels, trusted)  # (C,)
+    weights = trusted / counts.clamp(min=1)[labels]
+    return (weights * losses).sum() / weights.sum().clamp(min=1)

@@ -1,4 +1,7 @@
-"""SeCu ("Stable Cluster Discrimination for Deep Clustering", Qian, ICCV 2023), with entropy or size constraint.
+"""SeCu ("Stable Cluster Discrimination for Deep Clustering", Qian, ICCV 2023), with an entropy or size constraint.
+
+Points are features of unit length, clusters are unit centres, and the probability of a cluster is the softmax of the
+cosines over a temperature. Features, centres and assignments take turns: each has a loss or rule of its own.
 
 SeCu trains from scratch; here it starts from a pretrained backbone, as all others do. Hence:
 
@@ -20,15 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from cdc_plugin.comparison.baselines.loop import features_of, train_epochs
-from cdc_plugin.comparison.baselines.secu_losses import (
-    assign_by_entropy,
-    assign_by_size,
-    representation_loss,
-    stable_center_loss,
-    updated_duals,
-)
-from cdc_plugin.comparison.baselines.task import WEIGHTS, Task
+from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
+from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import STARTS
 from cdc_plugin.core.random_streams import fork_rng, generator
@@ -38,41 +34,40 @@ PROJECTION_DIM = 128
 TEMPERATURE = 0.05  # of features and of centres
 LABEL_WEIGHT = 0.2  # tau: share of the label in the target, beside the other view
 ENTROPY_WEIGHT = 0.12  # alpha / N: 6,000 for the 50,000 images of CIFAR-10
-LEAST_RATIO, DUAL_RATE = 0.9, 0.1  # least size of a cluster in parts of the mean size; step of its dual variable
+LEAST_RATIO, DUAL_RATE = 0.9, 0.1  # minimum size of a cluster over the mean size; step of its dual variable
 
 # (b, C) cosines, (b,) rows of the set, (N,) clusters so far -> (b,) new clusters
 Assign = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def train_secu(task: Task) -> nn.Module:
-    """SeCu with the entropy of cluster sizes in the assignment: the paper's proposal."""
+def train_secu(task: BaselineTask) -> nn.Module:
+    """Train SeCu with the entropy of cluster sizes in the assignment: the paper's proposal."""
     return _train(task, keep_entropy)
 
 
-def train_secu_size(task: Task) -> nn.Module:
-    """SeCu-Size: a least size of every cluster in its place."""
-    assert task.config.clusters is not None
-    return _train(task, KeepSize(task.config.clusters, task.device))
+def train_secu_size(task: BaselineTask) -> nn.Module:
+    """Train SeCu-Size: with a minimum size of every cluster instead."""
+    return _train(task, KeepSize(task.settings.clusters, task.device))
 
 
 def keep_entropy(cosines: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-    """Assignments that keep the entropy of all cluster sizes high."""
+    """Assign points (b,) so that the entropy of all cluster sizes stays high."""
     sizes = torch.bincount(labels, minlength=cosines.shape[1])
     return assign_by_entropy(cosines, labels[rows], sizes, ENTROPY_WEIGHT)
 
 
-def _train(task: Task, assign: Assign) -> CosineHead:
+def _train(task: BaselineTask, assign: Assign) -> CosineHead:
     head, labels = _start(task)
     previous, seen = _unit_centers(head).detach(), 0
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         nonlocal previous, seen
-        if seen % task.images == 0:
+        if seen % task.image_count == 0:
             previous = _unit_centers(head).detach()  # features follow the centres and labels of the epoch before
         seen += len(rows)
         rows_there = rows.to(task.device)
         views = [
-            F.normalize(head.projection(features_of(task, make(rows, randomness))), dim=1)
+            F.normalize(head.projection(compute_features(task, make(rows, randomness))), dim=1)
             for make in (task.weak, task.strong)
         ]
         cosines = [view.detach() @ _unit_centers(head).T for view in views]
@@ -91,10 +86,9 @@ def _train(task: Task, assign: Assign) -> CosineHead:
 
 
 @torch.no_grad()
-def _start(task: Task) -> tuple[CosineHead, Tensor]:
-    """SeCu's projection with random weights, centres by k-means on what it gives, and the clusters (N,)."""
-    clusters, size, randomness = task.config.clusters, task.feature_dim, generator(task.config.seed, WEIGHTS)
-    assert clusters is not None
+def _start(task: BaselineTask) -> tuple[CosineHead, Tensor]:
+    """Return SeCu's head (random projection, centres by k-means on its output) and the clusters (N,)."""
+    clusters, size, randomness = task.settings.clusters, task.feature_dim, generator(task.settings.seed, WEIGHTS)
     layers: list[list[Any]] = [["linear", size, size], ["batchnorm", size], ["relu"], ["linear", size, PROJECTION_DIM]]
     with fork_rng(randomness, task.device):
         head = CosineHead(layers, PROJECTION_DIM, clusters, TEMPERATURE).to(task.device)
@@ -110,12 +104,88 @@ def _unit_centers(head: CosineHead) -> Tensor:
 
 
 class KeepSize:
-    """Assignments that keep every cluster above a least size, by dual variables that follow the batches."""
+    """Assign points so that every cluster stays above a minimum size, by dual variables that follow the batches."""
 
     def __init__(self, clusters: int, device: torch.device) -> None:
         self.duals = torch.zeros(clusters, device=device)
 
     def __call__(self, cosines: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
         new = assign_by_size(cosines, self.duals)
-        self.duals = updated_duals(self.duals, new, LEAST_RATIO / len(self.duals), DUAL_RATE)
+        self.duals = update_duals(self.duals, new, LEAST_RATIO / len(self.duals), DUAL_RATE)
         return new
+
+
+def stable_center_loss(cosines: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """Compute cluster discrimination that moves a centre by its own points only.
+
+    In cross-entropy, points of other clusters push a centre away; a batch that holds none of its own points
+    then moves it arbitrarily, which makes training unstable. So the gradient of a point reaches the centre of
+    its cluster alone, with weight 1 - p: hard points count more, whereas k-means weights all equally.
+
+    Args:
+        cosines: (b, C) of points without gradient and centres with.
+        labels: (b,) cluster of every point.
+    """
+    own = F.one_hot(labels, cosines.shape[1]).bool()
+    return F.cross_entropy(torch.where(own, cosines, cosines.detach()) / temperature, labels)
+
+
+def representation_loss(
+    first: Tensor, second: Tensor, labels: Tensor, temperature: float, label_weight: float
+) -> Tensor:
+    """Compute the cross-entropy of each view to its label, mixed with the prediction for the other view.
+
+    The target of a view is τ · one-hot label + (1 - τ) · probabilities of the other view (no gradient).
+
+    Args:
+        first, second: (b, C) cosines of two views, with gradient, to the centres at the start of the epoch.
+        labels: (b,) clusters at the start of the epoch.
+        label_weight: τ.
+    """
+    hard = label_weight * F.one_hot(labels, first.shape[1])
+    losses = [
+        F.cross_entropy(view / temperature, hard + (1 - label_weight) * F.softmax(other.detach() / temperature, dim=1))
+        for view, other in ((first, second), (second, first))
+    ]
+    return (losses[0] + losses[1]) / 2
+
+
+def assign_by_entropy(cosines: Tensor, labels: Tensor, sizes: Tensor, weight: float) -> Tensor:
+    """Return the best cluster (b,) of every point if it alone moved: cosine plus α times the entropy of all sizes.
+
+    Moving a point from a cluster of n to one of m points changes N times the negative entropy by
+    f(n - 1) - f(n) + f(m + 1) - f(m) with f(n) = n log n; log N cancels. The paper's α stands before the entropy
+    itself; a point's share of that is 1 / N, so its weight of 6,000 for 50,000 images is 0.12 here, for any number.
+
+    Args:
+        cosines: (b, C), the mean of both views.
+        labels: (b,) clusters of these points so far.
+        sizes: (C,) points of every cluster so far, in the whole set.
+        weight: α / N.
+    """
+    counts = sizes.to(cosines.dtype)
+    change = _growth(counts) - _growth(counts - 1)[labels].unsqueeze(1)  # (b, C); no cluster of a point is empty
+    change = change.scatter(1, labels.unsqueeze(1), 0)  # staying changes nothing
+    return (cosines - weight * change).argmax(dim=1)
+
+
+def assign_by_size(cosines: Tensor, duals: Tensor) -> Tensor:
+    """Return the best cluster (b,) of every point under a minimum size: cosine plus the dual of the cluster."""
+    return (cosines + duals).argmax(dim=1)
+
+
+def update_duals(duals: Tensor, labels: Tensor, least_share: float, rate: float) -> Tensor:
+    """Take a step of dual ascent: a cluster with less than its minimum share of the batch becomes more attractive.
+
+    Args:
+        duals: (C,) at least 0.
+        labels: (b,) clusters of the batch.
+        least_share: lower bound of a cluster's share of the points.
+    """
+    share = torch.bincount(labels, minlength=len(duals)) / len(labels)
+    return (duals + rate * (least_share - share)).clamp(min=0)
+
+
+def _growth(count: Tensor) -> Tensor:
+    """Return f(n + 1) - f(n) for f(n) = n log n, exact in single precision even if n is a million."""
+    return torch.log(count + 1) + count * torch.log1p(1 / count.clamp(min=1))

@@ -1,8 +1,7 @@
 """SPICE-Self (Niu et al., 2022): heads on a frozen backbone, trained on pseudo-labels by prototypes.
 
-SPICE goes on with FixMatch on the images whose neighbours have the same label. That is self-labelling of the
-whole network under a fixed threshold, for which `baselines.scan.train_self_label` and the selection ``fixed``
-stand.
+SPICE continues with FixMatch on the images whose neighbours have the same label. This is self-labelling of the
+whole network under a fixed threshold, as in `baselines.scan.train_self_label` and the selection ``fixed``.
 """
 
 from __future__ import annotations
@@ -13,75 +12,117 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import Descent, end_epoch, features_of
-from cdc_plugin.comparison.baselines.spice_losses import double_softmax_loss, prototype_labels
-from cdc_plugin.comparison.baselines.task import WEIGHTS, MakeView, Task, order_of
-from cdc_plugin.config.schema import batch_sizes, sub_batches
+from cdc_plugin.comparison.baselines.loop import BaselineOptimizer, compute_features, end_epoch
+from cdc_plugin.comparison.baselines.task import (
+    WEIGHTS,
+    BaselineTask,
+    MakeView,
+    count_steps,
+    shuffle_batches,
+    split_batch,
+)
+from cdc_plugin.config.schema import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
+from cdc_plugin.errors import ConfigError
 from cdc_plugin.models.heads import LayeredHead
 
-# Of SPICE's code: heads, and how often the samples of a batch are trained on before labels are made again.
+# From SPICE's code: heads, and how often the samples of a batch are trained on before labels are computed again.
 HEADS, REPEATS = 10, 8
+CENTRE_SHARE = 0.5  # of the B / C samples a cluster could have: those whose mean is its prototype
 
 
-def train_spice(task: Task) -> nn.Module:
-    """The best of ten two-layer heads; the backbone stays as it is, statistics of its BatchNorm included.
+def train_spice(task: BaselineTask) -> nn.Module:
+    """Train ten two-layer heads and return the best; the backbone and its BatchNorm statistics stay unchanged.
 
     Best is, as in SPICE, the head with the lowest loss under its own pseudo-labels of the whole set, here after
-    the last epoch and not after any. The softmax of its logits is what SPICE predicts with.
+    the last epoch and not after any. SPICE predicts with the softmax of its logits.
     """
-    config, dim = task.config, task.feature_dim
-    assert config.clusters is not None
-    assert config.epochs is not None
-    assert config.batch_size is not None
-    assert config.sub_batch_size is not None
-    layers: list[list[Any]] = [["linear", dim, dim], ["relu"], ["linear", dim, config.clusters]]
-    with fork_rng(generator(config.seed, WEIGHTS), task.device):
+    settings, dim = task.settings, task.feature_dim
+    layers: list[list[Any]] = [["linear", dim, dim], ["relu"], ["linear", dim, settings.clusters]]
+    with fork_rng(generator(settings.seed, WEIGHTS), task.device):
         heads = nn.ModuleList([LayeredHead(layers) for _ in range(HEADS)]).to(task.device)
     task.backbone.eval()
 
-    selected = [size // config.clusters * config.clusters for size in batch_sizes(task.images, config.batch_size)]
-    steps = REPEATS * sum(sub_batches(size, config.sub_batch_size) for size in selected)
-    descent = Descent(config, task.device, config.epochs * steps, heads)
-    for epoch in range(config.epochs):
+    sizes = batch_sizes(task.image_count, settings.batch_size)
+    steps = REPEATS * count_steps([size // settings.clusters * settings.clusters for size in sizes], settings)
+    optimizer = BaselineOptimizer(settings, task.device, settings.epochs * steps, heads)
+    for epoch in range(settings.epochs):
         logs = []
-        for rows, randomness in order_of(task, epoch, config.batch_size):
-            weak = _frozen_features(task, task.weak, rows, randomness)
-            strong = _frozen_features(task, task.strong, rows, randomness)
-            chosen, labels = _labels_of_heads(heads, task.features[rows.to(task.device)], weak)
+        for rows, randomness in shuffle_batches(task, epoch):
+            weak = _compute_batch_features(task, task.weak, rows, randomness)
+            strong = _compute_batch_features(task, task.strong, rows, randomness)
+            samples, labels = _label_for_heads(heads, task.features[rows.to(task.device)], weak)
             for _ in range(REPEATS):
-                order = torch.randperm(chosen.shape[1], generator=randomness).to(task.device)
-                for part in order.tensor_split(sub_batches(len(order), config.sub_batch_size)):
+                order = torch.randperm(samples.shape[1], generator=randomness).to(task.device)
+                for part in split_batch(order, settings):
                     losses = [
                         double_softmax_loss(head(strong[own[part]]), labels[part])
-                        for head, own in zip(heads, chosen, strict=True)
+                        for head, own in zip(heads, samples, strict=True)
                     ]
                     loss = torch.stack(losses).mean()
-                    descent.step(loss)
+                    optimizer.step(loss)
                     logs.append({"loss": loss.detach()})
         end_epoch(task, epoch, logs)
     heads.eval()
-    return heads[int(_losses_of_heads(heads, task.features).argmin())]
+    return heads[int(_compute_head_losses(heads, task.features).argmin())]
 
 
 @torch.no_grad()
-def _frozen_features(task: Task, view: MakeView, rows: Tensor, randomness: torch.Generator) -> Tensor:
-    """(B, D) of a view of the whole batch, a sub-batch at a time: that much memory is there."""
-    assert task.config.sub_batch_size is not None
-    parts = rows.tensor_split(sub_batches(len(rows), task.config.sub_batch_size))
-    return torch.cat([features_of(task, view(part, randomness)) for part in parts])
+def _compute_batch_features(task: BaselineTask, view: MakeView, rows: Tensor, randomness: torch.Generator) -> Tensor:
+    """Return (B, D) of a view of the whole batch, one sub-batch at a time to bound memory."""
+    parts = split_batch(rows, task.settings)
+    return torch.cat([compute_features(task, view(part, randomness)) for part in parts])
 
 
 @torch.no_grad()
-def _labels_of_heads(heads: nn.ModuleList, features: Tensor, weak: Tensor) -> tuple[Tensor, Tensor]:
-    """The samples (heads, n) that every head trains on, and their labels (n,), which are alike for all heads."""
-    made = [prototype_labels(features, F.softmax(head(weak), dim=1)) for head in heads]
-    return torch.stack([chosen for chosen, _ in made]), made[0][1]
+def _label_for_heads(heads: nn.ModuleList, features: Tensor, weak: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the samples (heads, n) that every head trains on, and their labels (n,), equal for all heads."""
+    labelled = [label_by_prototypes(features, F.softmax(head(weak), dim=1)) for head in heads]
+    return torch.stack([samples for samples, _ in labelled]), labelled[0][1]
 
 
 @torch.no_grad()
-def _losses_of_heads(heads: nn.ModuleList, features: Tensor) -> Tensor:
-    """(heads,) on the features of the plain views of the whole set."""
-    chosen, labels = _labels_of_heads(heads, features, features)
-    logits = [head(features[own]) for head, own in zip(heads, chosen, strict=True)]
+def _compute_head_losses(heads: nn.ModuleList, features: Tensor) -> Tensor:
+    """Return (heads,) on the features of the plain views of the whole set."""
+    samples, labels = _label_for_heads(heads, features, features)
+    logits = [head(features[own]) for head, own in zip(heads, samples, strict=True)]
     return torch.stack([double_softmax_loss(answer, labels) for answer in logits])
+
+
+def label_by_prototypes(features: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the samples of a batch to train on, (C * (B // C),), and their labels; SPICE's E-step.
+
+    The B // C / 2 samples with the highest probability of a cluster are averaged to its prototype; the B // C
+    samples nearest to the prototype by cosine get its label. Every cluster has equally many, so a sample between
+    clusters can have several labels and an outlying one has none.
+
+    Args:
+        features: (B, D) of the plain views.
+        probs: (B, C) of the weak views.
+    """
+    batch, clusters = probs.shape
+    if batch < clusters:
+        raise ConfigError(
+            f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
+            f"pass batch_size={2 * clusters} or more (and at least as many images), or fewer clusters"
+        )
+    size = batch // clusters
+    unit = F.normalize(features, dim=1)
+    # Stable sorts break ties equally on every device.
+    confident = probs.sort(dim=0, descending=True, stable=True).indices[: max(1, int(CENTRE_SHARE * size))]
+    prototypes = F.normalize(unit[confident].mean(dim=0), dim=1)  # (C, D)
+    nearest = (prototypes @ unit.T).sort(dim=1, descending=True, stable=True).indices[:, :size]
+    labels = torch.arange(clusters, device=probs.device).repeat_interleave(size)
+    return nearest.flatten(), labels
+
+
+def double_softmax_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute SPICE's cross-entropy of the softmax *of the probabilities*: its gradient lasts until they are 0 and 1.
+
+    The smallest value, where every prediction is right and sure, is log(1 + (C - 1) / e).
+
+    Args:
+        logits: (b, C).
+        labels: (b,).
+    """
+    return F.cross_entropy(F.softmax(logits, dim=1), labels)

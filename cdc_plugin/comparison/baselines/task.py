@@ -1,4 +1,4 @@
-"""What every opponent is given: the same backbone, images, views, rates and number of epochs as CDC, and no label."""
+"""What every baseline is given: the same backbone, images, views, rates and epochs as CDC, and no label."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.config.schema import RefineConfig, batch_sizes
+from cdc_plugin.config.schema import batch_sizes, sub_batches
 from cdc_plugin.core.random_streams import generator
 
 MakeView = Callable[[Tensor, torch.Generator], Tensor]
@@ -18,33 +18,58 @@ ORDER, VIEWS, WEIGHTS = 11, 12, 13
 
 
 @dataclass(frozen=True)
-class Task:
-    """One training, resolved: every None of ``config`` that a training needs is a number.
+class BaselineSettings:
+    """The settings of a CDC run that a baseline shares, under the same names."""
+
+    clusters: int
+    epochs: int
+    batch_size: int
+    sub_batch_size: int
+    lr_heads: float
+    lr_backbone: float
+    schedule: str = "cosine"
+    precision: str = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BaselineTask:
+    """One training.
 
     Args:
-        backbone: trained in place; ``nn.Identity`` where it is frozen, the views are features then.
+        backbone: trained in place; ``nn.Identity`` if it is frozen, and the views are features then.
         feature_dim: D.
-        images: N.
-        plain, weak, strong: rows (b,) of the set to the input of the backbone (b, ...), on the device.
-        features: (N, D) of the plain views as training begins, on the device.
+        image_count: N.
+        plain, weak, strong: map image indices (b,) to the input of the backbone (b, ...), on the device.
+        features: (N, D) of the plain views before training, on the device.
         after_epoch: called with the mean losses of every epoch.
     """
 
     backbone: nn.Module
     feature_dim: int
-    images: int
+    image_count: int
     plain: MakeView
     weak: MakeView
     strong: MakeView
     features: Tensor
-    config: RefineConfig
+    settings: BaselineSettings
     device: torch.device
     after_epoch: Callable[[dict[str, float]], None]
 
 
-def order_of(task: Task, epoch: int, batch: int) -> Iterator[tuple[Tensor, torch.Generator]]:
-    """The batches (b,) of an epoch in random order, with a generator for the views of each."""
-    seed = task.config.seed
-    order = torch.randperm(task.images, generator=generator(seed, ORDER, epoch))
-    for number, rows in enumerate(order.split(batch_sizes(task.images, batch))):
+def shuffle_batches(task: BaselineTask, epoch: int) -> Iterator[tuple[Tensor, torch.Generator]]:
+    """Yield the batches (b,) of an epoch in random order, each with a generator for its views."""
+    seed = task.settings.seed
+    order = torch.randperm(task.image_count, generator=generator(seed, ORDER, epoch))
+    for number, rows in enumerate(order.split(batch_sizes(task.image_count, task.settings.batch_size))):
         yield rows, generator(seed, VIEWS, epoch, number)
+
+
+def split_batch(rows: Tensor, settings: BaselineSettings) -> tuple[Tensor, ...]:
+    """Split a batch into near-equal sub-batches."""
+    return rows.tensor_split(sub_batches(len(rows), settings.sub_batch_size))
+
+
+def count_steps(sizes: list[int], settings: BaselineSettings) -> int:
+    """Return the number of sub-batches in batches of the given sizes."""
+    return sum(sub_batches(size, settings.sub_batch_size) for size in sizes)

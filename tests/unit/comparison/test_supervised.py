@@ -1,193 +1,156 @@
-import dataclasses
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import Task
-from cdc_plugin.comparison.supervised import calibrate_by_temperature, split, train_linear, train_supervised
-from cdc_plugin.comparison.temperature import fit_temperature, scaled
-from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.errors import UserError
+from cdc_plugin.comparison.baselines.task import BaselineTask
+from cdc_plugin.comparison.supervised import (
+    LARGEST,
+    SMALLEST,
+    calibrate_by_temperature,
+    fit_temperature,
+    split_labelled,
+    train_linear,
+    train_supervised,
+)
+from cdc_plugin.errors import DataError
 from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.models.heads import LayeredHead
+from tests.helpers.blob_tasks import blob_task, linear_backbone, predict
 
-CPU = torch.device("cpu")
-
-
-def blobs(images: int = 120, classes: int = 3, spread: float = 0.6) -> tuple[Tensor, Tensor]:
-    """Points (N, 4) around the corners of a cube, and their classes."""
-    randomness = torch.Generator().manual_seed(1)
-    labels = torch.arange(images) % classes
-    return 2 * torch.eye(4)[labels] + spread * torch.randn(images, 4, generator=randomness), labels
+LABELLED, REPORTED = split_labelled(120, seed=0)
+BOTH = pytest.mark.parametrize("train", [train_linear, train_supervised])
 
 
-def make_task(points: Tensor, backbone: nn.Module | None = None, **changes) -> Task:
-    """A task whose images are points; strong views are shaken."""
-    if backbone is None:
-        torch.manual_seed(0)
-        backbone = nn.Linear(4, 5)
-    given = {"clusters": 3, "epochs": 20, "batch_size": 40, "sub_batch_size": 20, "lr_heads": 0.02, "lr_backbone": 0.02}
-    with torch.no_grad():
-        features = backbone(points)
-    return Task(
-        backbone=backbone,
-        feature_dim=features.shape[1],
-        images=len(points),
-        plain=lambda rows, randomness: points[rows],
-        weak=lambda rows, randomness: points[rows],
-        strong=lambda rows, randomness: points[rows] + 0.1 * torch.randn(len(rows), 4, generator=randomness),
-        features=features,
-        config=RefineConfig(**{**given, **changes}),
-        device=CPU,
-        after_epoch=lambda means: None,
-    )
+def build_task(backbone: nn.Module | None = None, **changes) -> tuple[BaselineTask, Tensor]:
+    rates = {"epochs": 20, "batch_size": 40, "sub_batch_size": 20, "lr_heads": 0.02, "lr_backbone": 0.02}
+    return blob_task(backbone or linear_backbone(), **{**rates, **changes})
 
 
-def accuracy(task: Task, head: nn.Module, points: Tensor, labels: Tensor, rows: Tensor) -> float:
-    with torch.no_grad():
-        return (head(task.backbone(points[rows])).argmax(dim=1) == labels[rows]).float().mean().item()
+def accuracy(task: BaselineTask, head: nn.Module, labels: Tensor) -> float:
+    return (predict(task, head) == labels)[REPORTED].float().mean().item()
 
 
-def test_every_row_is_either_labelled_or_reported_on():
-    labelled, reported = split(11, seed=0)
+def test_every_row_is_either_labelled_or_reported_on_by_the_seed():
+    labelled, reported = split_labelled(11, seed=0)
     assert (len(labelled), len(reported)) == (5, 6)
     assert sorted(labelled.tolist() + reported.tolist()) == list(range(11))
     assert labelled.tolist() == sorted(labelled.tolist())
-
-
-def test_the_split_depends_on_the_seed_only():
-    assert torch.equal(split(100, seed=3)[0], split(100, seed=3)[0])
-    assert not torch.equal(split(100, seed=3)[0], split(100, seed=4)[0])
+    assert torch.equal(split_labelled(11, seed=0)[0], labelled)
+    assert not torch.equal(split_labelled(11, seed=4)[0], labelled)
 
 
 def test_one_image_cannot_be_split():
-    with pytest.raises(UserError, match="at least 2"):
-        split(1, seed=0)
+    with pytest.raises(DataError, match="at least 2"):
+        split_labelled(1, seed=0)
 
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_linear_classifier_is_that_of_scikit_learn_on_standardised_features(classes):
-    points, labels = blobs(classes=classes)
-    task = make_task(points * torch.tensor([1.0, 50.0, 0.01, 1.0]) + 7, nn.Identity())
-    rows = split(120, seed=0)[0]
-    head = train_linear(task, labels, rows)
+    task, labels = build_task(nn.Identity())
+    labels = labels % classes
+    scale = torch.tensor([1.0, 50.0, 0.01, 1.0, 3.0, 1.0])
+    task = replace(task, features=(task.features + torch.randn(120, 6, generator=torch.Generator())) * scale + 7)
+    head = train_linear(task, labels, LABELLED)
 
     features = task.features.double()
-    mean, spread = features[rows].mean(dim=0), features[rows].std(dim=0, correction=0)
+    mean, spread = features[LABELLED].mean(dim=0), features[LABELLED].std(dim=0, correction=0)
     ready = ((features - mean) / spread).numpy()
     # Two classes get two rows of weights here, of which each carries half of the penalty.
     penalty = 2.0 if classes == 2 else 1.0
-    oracle = LogisticRegression(C=penalty, tol=1e-8, max_iter=1000).fit(ready[rows], labels[rows].numpy())
+    oracle = LogisticRegression(C=penalty, tol=1e-8, max_iter=1000).fit(ready[LABELLED], labels[LABELLED].numpy())
     with torch.no_grad():
         probs = F.softmax(head(task.features), dim=1)
     assert np.allclose(probs.numpy(), oracle.predict_proba(ready), atol=2e-4)
 
 
 def test_the_linear_classifier_leaves_the_backbone_alone_and_takes_its_raw_features():
-    points, labels = blobs()
-    task = make_task(points)
+    task, labels = build_task()
     before = task.backbone.weight.clone()
-    labelled, reported = split(120, seed=0)
-    head = train_linear(task, labels, labelled)
+    head = train_linear(task, labels, LABELLED)
     assert torch.equal(task.backbone.weight, before)
     assert isinstance(head, LayeredHead)
-    assert accuracy(task, head, points, labels, reported) > 0.9
+    assert accuracy(task, head, labels) > 0.9
 
 
-def test_labels_that_were_not_given_are_not_looked_at():
-    points, labels = blobs()
-    labelled, reported = split(120, seed=0)
+@BOTH
+def test_labels_outside_the_labelled_rows_are_not_read(train):
+    _, labels = build_task()
     hidden = labels.clone()
-    hidden[reported] = 77
-    for train in (train_linear, train_supervised):
-        first, second = (train(make_task(points), given, labelled) for given in (labels, hidden))
-        assert torch.equal(first[0].weight, second[0].weight)
+    hidden[REPORTED] = 77
+    first, second = (train(build_task()[0], known, LABELLED) for known in (labels, hidden))
+    assert torch.equal(first[0].weight, second[0].weight)
 
 
-@pytest.mark.parametrize("train", [train_linear, train_supervised])
+@BOTH
 def test_numbers_of_classes_may_have_gaps(train):
-    points, labels = blobs()
-    labelled, _ = split(120, seed=0)
-    head, gaps = (train(make_task(points), given, labelled) for given in (labels, 10 * labels - 4))
+    _, labels = build_task()
+    head, gaps = (train(build_task()[0], numbers, LABELLED) for numbers in (labels, 10 * labels - 4))
     assert gaps.clusters == 3
     assert torch.equal(gaps[0].weight, head[0].weight)
 
 
-def test_a_feature_that_never_moves_does_no_harm():
-    points, labels = blobs()
-    points[:, 3] = 1e-3
-    task = make_task(points, nn.Identity())
-    labelled, reported = split(120, seed=0)
-    head = train_linear(task, labels, labelled)
-    assert head[0].weight.isfinite().all()
-    assert accuracy(task, head, points, labels, reported) > 0.9
+@BOTH
+def test_no_labelled_image_is_refused(train):
+    task, labels = build_task()
+    with pytest.raises(DataError, match="found none"):
+        train(task, labels, torch.arange(0))
 
 
-def test_separable_classes_have_finite_weights():
-    points, labels = blobs(spread=0.01)
-    head = train_linear(make_task(points, nn.Identity()), labels, torch.arange(0, 120, 2))
+def test_constant_features_and_separable_classes_have_finite_weights():
+    task, labels = build_task(nn.Identity())
+    separable = 2.0 * torch.eye(6)[labels] + 0.01 * task.features
+    separable[:, 3] = 1e-3
+    head = train_linear(replace(task, features=separable), labels, LABELLED)
     assert head[0].weight.abs().max() < 50
-
-
-def test_no_labelled_image_is_refused():
-    points, labels = blobs()
-    for train in (train_linear, train_supervised):
-        with pytest.raises(UserError, match="found none"):
-            train(make_task(points), labels, torch.arange(0))
+    assert (head(separable).argmax(dim=1) == labels).all()
 
 
 def test_fine_tuning_moves_the_backbone_and_learns_what_a_frozen_one_has_lost():
-    points, labels = blobs()
-    blind = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    blind = nn.Sequential(linear_backbone(), nn.BatchNorm1d(8))
     with torch.no_grad():
-        blind[0].weight[:, :2] = 0  # of the three corners the first two look the same
-    labelled, reported = split(120, seed=0)
-    frozen = make_task(points, blind.eval())
-    poor = accuracy(frozen, train_linear(frozen, labels, labelled), points, labels, reported)
-    losses = []
-    task = dataclasses.replace(frozen, after_epoch=losses.append)
-    head = train_supervised(task, labels, labelled)
-    assert poor < 0.8
-    assert accuracy(task, head, points, labels, reported) > 0.9
-    assert losses[-1]["loss"] < losses[0]["loss"] / 2
-    assert len(losses) == 20
-    assert not blind.training
+        blind[0].weight[:, :2] = 0  # of the three centres the first two look the same
+    logs: list[dict[str, float]] = []
+    task, labels = build_task(blind.eval())
+    task = replace(task, after_epoch=logs.append)
+    assert accuracy(task, train_linear(task, labels, LABELLED), labels) < 0.8
+    assert accuracy(task, train_supervised(task, labels, LABELLED), labels) > 0.9
+    assert logs[-1]["loss"] < logs[0]["loss"] / 2
+    assert len(logs) == 20
+    assert not task.backbone.training
 
 
-def test_fine_tuning_shows_labelled_images_only_each_twice_an_epoch():
-    points, labels = blobs()
+def test_fine_tuning_shows_labelled_images_only_each_twice_per_epoch():
+    task, labels = build_task(epochs=1)
     seen: list[Tensor] = []
 
     def strong(rows: Tensor, randomness: torch.Generator) -> Tensor:
         seen.append(rows)
-        return points[rows]
+        return task.strong(rows, randomness)
 
-    labelled, _ = split(120, seed=0)
-    train_supervised(dataclasses.replace(make_task(points, epochs=1), strong=strong), labels, labelled)
-    assert torch.equal(torch.cat(seen).sort().values, labelled.repeat_interleave(2))
+    train_supervised(replace(task, strong=strong), labels, LABELLED)
+    assert torch.equal(torch.cat(seen).sort().values, LABELLED.repeat_interleave(2))
 
 
 def test_fine_tuning_is_repeatable_and_depends_on_the_seed():
-    points, labels = blobs()
-    labelled, _ = split(120, seed=0)
     heads = []
     for seed, noise in ((0, 1), (0, 2), (1, 1)):
-        task = make_task(points, seed=seed)
+        task, labels = build_task(seed=seed)
         torch.manual_seed(noise)  # what ran before must not matter
-        heads.append(train_supervised(task, labels, labelled)[0].weight)
+        heads.append(train_supervised(task, labels, LABELLED)[0].weight)
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
 
 def test_a_frozen_backbone_is_no_obstacle():
-    points, labels = blobs()
-    task = make_task(points, nn.Identity())
-    labelled, reported = split(120, seed=0)
-    assert accuracy(task, train_supervised(task, labels, labelled), points, labels, reported) > 0.9
+    task, labels = build_task(nn.Identity())
+    assert accuracy(task, train_supervised(task, labels, LABELLED), labels) > 0.9
 
 
 def overconfident(images: int = 2000, clusters: int = 4, factor: float = 4.0) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +172,7 @@ def test_a_temperature_by_hand():
 
 def test_temperature_heals_overconfidence_on_rows_it_has_not_seen_and_moves_no_image():
     probs, labels = overconfident()
-    labelled, reported = split(len(probs), seed=0)
+    labelled, reported = split_labelled(len(probs), seed=0)
     new = calibrate_by_temperature(probs, labels, labelled)
     before, after = (measure_head(table[reported], labels[reported]) for table in (probs, new))
     assert before["ECE"] > 0.15
@@ -224,7 +187,7 @@ def test_temperature_is_that_of_the_matched_columns():
     probs, labels = overconfident(300)
     columns = torch.tensor([{30: 0, 10: 1, 40: 2, 20: 3}[label] for label in labels.tolist()])
     logits = torch.from_numpy(probs).double().log()
-    expected = scaled(logits, fit_temperature(logits, columns)).numpy()
+    expected = F.softmax(logits / fit_temperature(logits, columns), dim=1).numpy()
     assert np.allclose(calibrate_by_temperature(probs, labels, torch.arange(300)), expected)
 
 
@@ -234,7 +197,7 @@ def test_classes_may_be_fewer_or_more_than_clusters(merged):
     labels = np.where(labels == 10, merged, labels)  # one class less
     if merged == 50:
         labels = np.where(np.arange(len(labels)) % 2 == 0, labels, labels + 1)  # twice as many
-    labelled, reported = split(len(probs), seed=0)
+    labelled, reported = split_labelled(len(probs), seed=0)
     new = calibrate_by_temperature(probs, labels, labelled)
     assert np.isfinite(new).all()
     assert measure_head(new[reported], labels[reported])["ECE"] < measure_head(probs[reported], labels[reported])["ECE"]
@@ -247,3 +210,85 @@ def test_probabilities_of_exactly_0_and_1_stay_finite(dtype):
     assert np.isfinite(new).all()
     assert np.allclose(new.sum(axis=1), 1)
     assert new[0, 0] == pytest.approx(0.75, abs=0.01)  # three of four are right
+
+
+def draw_samples(samples: int = 4000, clusters: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels that were drawn from just their probabilities: T is 1 but for chance."""
+    randomness = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(samples, clusters, generator=randomness, dtype=torch.float64)
+    return logits, torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
+
+
+def by_scipy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    def loss(log_temperature: float) -> float:
+        return F.cross_entropy(logits / math.exp(log_temperature), labels).item()
+
+    return math.exp(minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x)
+
+
+def test_the_temperature_by_hand():
+    # Four samples sure at 9 : 1 (logit 2 log 3), three of them right: best is 3 : 1 = 9^(1/2), thus T = 2.
+    logits = torch.tensor([[math.log(9), 0.0]] * 4)
+    assert fit_temperature(logits, torch.tensor([0, 0, 1, 0])) == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_label_without_a_column_counts_as_an_even_target_by_hand():
+    # One right and one even sample want a mean of 3/4 for the first column: again T = 2.
+    logits = torch.tensor([[math.log(9), 0.0]] * 2)
+    for nowhere in (2, 7, -1):
+        assert fit_temperature(logits, torch.tensor([0, nowhere])) == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0, 15.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_temperature_is_that_of_a_general_search(factor, seed):
+    logits, labels = draw_samples(300, seed=seed)
+    assert fit_temperature(factor * logits, labels) == pytest.approx(by_scipy(factor * logits, labels), rel=1e-5)
+
+
+def test_overconfident_logits_are_brought_back():
+    logits, labels = draw_samples()
+    assert fit_temperature(logits, labels) == pytest.approx(1.0, abs=0.05)
+    assert fit_temperature(5 * logits, labels) == pytest.approx(5.0, abs=0.25)
+
+
+def test_the_temperature_grows_with_the_logits_and_takes_no_notice_of_shifts_or_order():
+    logits, labels = draw_samples(200)
+    temperature = fit_temperature(logits, labels)
+    assert fit_temperature(7 * logits, labels) == pytest.approx(7 * temperature)
+    assert fit_temperature(logits + torch.arange(200.0).unsqueeze(1), labels) == pytest.approx(temperature)
+    assert fit_temperature(logits.flip(0), labels.flip(0)) == pytest.approx(temperature)
+
+
+def test_the_likelihood_never_falls():
+    for seed in range(5):
+        logits, labels = draw_samples(12, seed=seed)
+        before = F.cross_entropy(logits, labels)
+        assert F.cross_entropy(logits / fit_temperature(logits, labels), labels) <= before + 1e-12
+
+
+def test_all_right_and_all_wrong_stay_within_bounds():
+    logits = 3 * torch.eye(3)
+    assert fit_temperature(0.3 * logits, torch.arange(3)) == pytest.approx(SMALLEST)
+    assert SMALLEST <= fit_temperature(100 * logits, torch.arange(3)) <= 1  # nothing to gain beyond
+    assert fit_temperature(logits, torch.tensor([1, 2, 0])) == pytest.approx(LARGEST)
+    assert fit_temperature(logits, torch.tensor([5, 5, 5])) == pytest.approx(LARGEST)
+
+
+def test_logits_that_say_nothing_are_left_alone():
+    assert fit_temperature(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])) == 1.0
+
+
+def test_huge_logits_give_a_finite_temperature():
+    logits = torch.tensor([[1e4, -1e4], [1e4, -1e4], [-1e4, 1e4]])
+    temperature = fit_temperature(logits, torch.tensor([0, 1, 1]))
+    assert SMALLEST <= temperature <= LARGEST
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [(torch.zeros(0, 3), "found 0 images"), (torch.tensor([[0.0, -math.inf]]), "infinite")],
+)
+def test_no_images_and_infinite_logits_are_refused(logits, message):
+    with pytest.raises(DataError, match=message):
+        fit_temperature(logits, torch.zeros(len(logits), dtype=torch.long))

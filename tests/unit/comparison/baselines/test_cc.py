@@ -1,75 +1,118 @@
+import math
+
+import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from cdc_plugin.comparison.baselines import cc
-from cdc_plugin.comparison.baselines.cc import train_cc
-from cdc_plugin.models.heads import LayeredHead, build_head
-from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predictions, purity
+from cdc_plugin.comparison.baselines.cc import cluster_contrast, pair_contrast, train_cc
+from tests.helpers.blob_tasks import blob_task, linear_backbone
 
 
-def test_three_blobs_are_found_from_random_heads():
-    task, truth = blob_task(linear_backbone(), epochs=0)
-    assert purity(predictions(task, train_cc(task)), truth) < 0.9
-    task, truth = blob_task(linear_backbone(), epochs=15, lr_heads=0.03, lr_backbone=0.015)
-    assert purity(predictions(task, train_cc(task)), truth) > 0.95
+def random_pair(rows: int = 5, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    randomness = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, rows, size, generator=randomness, dtype=torch.float64)
+    return first, second
 
 
-def test_the_cluster_head_comes_back_ready_for_use_and_can_be_built_again():
-    task, _ = blob_task(linear_backbone(), epochs=1)
-    head = train_cc(task)
-    assert isinstance(head, LayeredHead)
-    assert not head.training
-    assert not task.backbone.training
-    again = build_head(head.spec, FEATURES, "here")
-    again.load_state_dict(head.state_dict())
-    torch.testing.assert_close(again.eval()(task.features), head(task.features))
-    assert head(task.features).shape == (task.images, CLUSTERS)
-
-
-def test_the_backbone_is_trained_too():
-    backbone = linear_backbone()
-    task, _ = blob_task(backbone, epochs=1)
-    train_cc(task)
-    assert not torch.equal(task.backbone.weight, backbone.weight)
-
-
-def test_a_frozen_backbone_leaves_its_features_to_the_heads():
-    task, truth = blob_task(nn.Identity(), epochs=30, lr_heads=0.03)
-    assert task.feature_dim == SIZE
-    assert purity(predictions(task, train_cc(task)), truth) > 0.95
-
-
-def test_a_seed_gives_the_same_head_and_leaves_other_randomness_alone():
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    heads = [train_cc(blob_task(linear_backbone(), epochs=2, seed=seed)[0]) for seed in (1, 1, 2)]
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(heads[0][0].weight, heads[1][0].weight)
-    untrained = [train_cc(blob_task(linear_backbone(), epochs=0, seed=seed)[0]) for seed in (1, 2)]
-    for one, other in ((heads[0], heads[2]), untrained):
-        assert not torch.equal(one[0].weight, other[0].weight)
-
-
-def test_both_losses_are_told_after_every_epoch():
-    logs: list[dict[str, float]] = []
-    train_cc(blob_task(linear_backbone(), logs, epochs=3)[0])
-    assert [log["epoch"] for log in logs] == [1, 2, 3]
-    for log in logs:
-        assert log["loss"] == pytest.approx(log["instance_loss"] + log["cluster_loss"], abs=1e-5)
-    assert logs[-1]["loss"] < logs[0]["loss"]
+def contrast_by_loops(first: np.ndarray, second: np.ndarray, temperature: float) -> float:
+    views = [[row / np.linalg.norm(row) for row in view] for view in (first, second)]
+    losses = []
+    for view in (0, 1):
+        for i, row in enumerate(views[view]):
+            positive = math.exp(row @ views[1 - view][i] / temperature)
+            others = [math.exp(row @ other / temperature) for other in views[1 - view]]
+            others += [math.exp(row @ other / temperature) for j, other in enumerate(views[view]) if j != i]
+            losses.append(-math.log(positive / sum(others)))
+    return sum(losses) / len(losses)
 
 
 def test_two_different_strong_views_are_contrasted_at_the_temperatures_of_the_paper(monkeypatch):
     seen = []
-    original = cc.pair_contrast
 
-    def watched(first, second, temperature):
-        seen.append((first.shape, torch.equal(first, second), temperature))
-        return original(first, second, temperature)
+    def record(first, second, temperature):
+        seen.append((first.shape[1], torch.equal(first, second), temperature))
+        return pair_contrast(first, second, temperature)
 
-    monkeypatch.setattr(cc, "pair_contrast", watched)
+    monkeypatch.setattr(cc, "pair_contrast", record)
     train_cc(blob_task(linear_backbone(), epochs=1)[0])
-    assert set(seen) == {(torch.Size([30, 128]), False, 0.5)}
-    assert cc.CLUSTER_TEMPERATURE == 1.0
+    # Instances: 128 outputs; clusters: a column of 30 images each.
+    assert set(seen) == {(128, False, 0.5), (30, False, 1.0)}
+
+
+def test_two_orthogonal_pairs_by_hand():
+    # Every row has its partner at cosine 1 and the two rows of the other pair at cosine 0.
+    rows = torch.eye(2)
+    assert pair_contrast(rows, rows, 1.0).item() == pytest.approx(math.log((math.e + 2) / math.e))
+    assert pair_contrast(rows, rows, 0.5).item() == pytest.approx(math.log((math.e**2 + 2) / math.e**2))
+
+
+def test_clear_and_even_clusters_by_hand():
+    # Columns (1, 0) and (0, 1) in both views, and two clusters of one image: entropy log 2 in each view.
+    logits = torch.tensor([[200.0, 0.0], [0.0, 200.0]])
+    expected = math.log((math.e + 2) / math.e) - 2 * math.log(2)
+    assert cluster_contrast(logits, logits, 1.0).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0])
+def test_contrast_agrees_with_loops(temperature):
+    first, second = random_pair()
+    expected = contrast_by_loops(first.numpy(), second.numpy(), temperature)
+    assert pair_contrast(first, second, temperature).item() == pytest.approx(expected)
+
+
+def test_cluster_contrast_agrees_with_loops():
+    first, second = random_pair(12, 3)
+    probs = [F.softmax(logits, dim=1).numpy() for logits in (first, second)]
+    expected = contrast_by_loops(probs[0].T, probs[1].T, 0.7)
+    for view in probs:
+        shares = view.sum(axis=0) / view.sum()
+        expected += sum(share * math.log(share) for share in shares)
+    assert cluster_contrast(first, second, 0.7).item() == pytest.approx(expected)
+
+
+def test_order_of_views_and_rows_and_their_norm_do_not_matter():
+    first, second = random_pair()
+    order = torch.tensor([3, 0, 4, 2, 1])
+    norm = torch.arange(1.0, 6.0, dtype=torch.float64).unsqueeze(1)
+    expected = pair_contrast(first, second, 0.5)
+    torch.testing.assert_close(pair_contrast(second, first, 0.5), expected)
+    torch.testing.assert_close(pair_contrast((first * norm)[order], (second / norm)[order], 0.5), expected)
+    clusters = torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(
+        cluster_contrast(first[order][:, clusters], second[order][:, clusters], 1.0),
+        cluster_contrast(first, second, 1.0),
+    )
+
+
+def test_one_cluster_for_all_images_is_worse_than_even_ones():
+    even = 9.0 * torch.eye(3).repeat(4, 1)
+    collapsed = torch.zeros(12, 3)
+    collapsed[:, 0] = 9.0
+    assert cluster_contrast(even, even, 1.0) < cluster_contrast(collapsed, collapsed, 1.0) - 1
+
+
+def test_gradients_agree_with_finite_differences():
+    first, second = (view.requires_grad_() for view in random_pair(4, 3))
+    assert torch.autograd.gradcheck(lambda a, b: pair_contrast(a, b, 0.5), (first, second))
+    assert torch.autograd.gradcheck(lambda a, b: cluster_contrast(a, b, 1.0), (first, second))
+
+
+def test_a_single_pair_has_nothing_to_be_contrasted_with():
+    rows = torch.randn(1, 3).requires_grad_()
+    loss = pair_contrast(rows, torch.randn(1, 3), 0.5)
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.isfinite(rows.grad).all()
+
+
+@pytest.mark.parametrize("size", [1e2, 1e30])
+def test_clusters_without_any_probability_leave_loss_and_gradient_finite(size):
+    logits = torch.full((6, 4), -size)
+    logits[:, 0] = size
+    logits.requires_grad_()
+    loss = cluster_contrast(logits, logits.detach(), 1.0) + pair_contrast(torch.zeros(2, 3), torch.zeros(2, 3), 0.5)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(logits.grad).all()

@@ -1,15 +1,30 @@
 import copy
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines import scan
-from cdc_plugin.comparison.baselines.scan import train_scan, train_self_label
+from cdc_plugin.comparison.baselines.scan import (
+    balanced_cross_entropy,
+    consistency_loss,
+    scan_loss,
+    train_scan,
+    train_self_label,
+)
+from cdc_plugin.comparison.baselines.task import BaselineTask
 from cdc_plugin.core.neighbours import nearest_neighbours
-from cdc_plugin.models.heads import LayeredHead, build_head
-from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predictions, purity
+from cdc_plugin.models.heads import LayeredHead
+from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predict, purity
+
+
+def logits_of(*probabilities: list[float]) -> torch.Tensor:
+    return torch.tensor(probabilities).log()
 
 
 def head_with(weights: Tensor) -> LayeredHead:
@@ -20,52 +35,25 @@ def head_with(weights: Tensor) -> LayeredHead:
     return head
 
 
-def test_three_blobs_are_found_from_random_heads():
-    task, truth = blob_task(linear_backbone(), epochs=8, lr_heads=0.02, lr_backbone=0.01)
-    assert purity(predictions(task, train_scan(task)), truth) > 0.97
+def record_rows(task: BaselineTask, view: str, train: Callable[[BaselineTask], nn.Module]) -> list[Tensor]:
+    """Return the rows of every call of a view during training."""
+    asked: list[Tensor] = []
 
+    def make(rows: Tensor, randomness: torch.Generator) -> Tensor:
+        asked.append(rows)
+        return getattr(task, view)(rows, randomness)
 
-def test_a_frozen_backbone_leaves_its_features_to_the_heads():
-    task, truth = blob_task(nn.Identity(), epochs=8, lr_heads=0.02)
-    assert purity(predictions(task, train_scan(task)), truth) > 0.97
-
-
-def test_the_head_comes_back_linear_ready_for_use_and_can_be_built_again():
-    task, _ = blob_task(linear_backbone(), epochs=1)
-    head = train_scan(task)
-    assert isinstance(head, LayeredHead)
-    assert head.layers == [["linear", FEATURES, CLUSTERS]]
-    assert not head.training
-    assert not task.backbone.training
-    again = build_head(head.spec, FEATURES, "here")
-    again.load_state_dict(head.state_dict())
-    assert torch.equal(again(task.features), head(task.features))
-
-
-def test_backbone_and_head_are_trained_alike_for_the_same_seed_and_otherwise_for_another():
-    found = []
-    for seed in (0, 0, 1):
-        task, _ = blob_task(linear_backbone(), epochs=1, seed=seed)
-        found.append((train_scan(task)[0].weight, task.backbone.weight))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(found[0][0], found[2][0])
-    assert not torch.equal(found[0][1], linear_backbone().weight)
+    train(replace(task, **{view: make}))
+    return asked
 
 
 def test_each_image_meets_one_of_its_own_neighbours():
     task, _ = blob_task(nn.Identity(), epochs=1)
-    asked: list[Tensor] = []
-
-    def weak(rows: Tensor, randomness: torch.Generator) -> Tensor:
-        asked.append(rows)
-        return task.weak(rows, randomness)
-
-    train_scan(replace(task, weak=weak))
+    asked = record_rows(task, "weak", train_scan)
     neighbours = nearest_neighbours(task.features, scan.NEIGHBOURS)
     for images, partners in zip(asked[::2], asked[1::2], strict=True):
         assert (neighbours[images] == partners[:, None]).any(dim=1).all()
-    assert len(torch.cat(asked[::2]).unique()) == task.images
+    assert len(torch.cat(asked[::2]).unique()) == task.image_count
 
 
 def test_of_several_heads_the_one_with_the_lowest_loss_is_returned(monkeypatch):
@@ -74,33 +62,21 @@ def test_of_several_heads_the_one_with_the_lowest_loss_is_returned(monkeypatch):
     monkeypatch.setattr(scan, "HEADS", 4)
     kept = []
 
-    def pretend(task, heads, step):
+    def train_epochs(task, heads, step):
         kept.extend(heads)
         return {"loss": torch.tensor(0.0), "scores": scores}
 
-    monkeypatch.setattr(scan, "train_epochs", pretend)
+    monkeypatch.setattr(scan, "train_epochs", train_epochs)
     assert train_scan(task) is kept[2]
 
 
 @pytest.mark.parametrize(("asked", "largest", "taken"), [(2, 128, 15), (30, 128, 30), (30, 20, 20)])
-def test_steps_are_as_large_as_asked_for_between_five_a_cluster_and_the_number_of_scan(
+def test_steps_are_as_large_as_asked_for_between_five_per_cluster_and_the_number_of_scan(
     monkeypatch, asked, largest, taken
 ):
     monkeypatch.setattr(scan, "STEP_SIZE", largest)
     task, _ = blob_task(nn.Identity(), epochs=1, sub_batch_size=asked)
-    sizes: list[int] = []
-
-    def weak(rows: Tensor, randomness: torch.Generator) -> Tensor:
-        sizes.append(len(rows))
-        return task.weak(rows, randomness)
-
-    train_scan(replace(task, weak=weak))
-    assert set(sizes) == {taken}  # near-equal parts of a batch of 60
-
-
-def test_no_epochs_still_give_a_head():
-    task, _ = blob_task(linear_backbone(), epochs=0)
-    assert train_scan(task)(task.features).shape == (task.images, CLUSTERS)
+    assert {len(rows) for rows in record_rows(task, "weak", train_scan)} == {taken}  # near-equal parts of a batch of 60
 
 
 def test_self_labelling_corrects_a_head_that_is_sure_of_most(monkeypatch):
@@ -109,28 +85,23 @@ def test_self_labelling_corrects_a_head_that_is_sure_of_most(monkeypatch):
     wrong = 6 * torch.eye(CLUSTERS, SIZE)
     wrong[0, 1] = 5.5  # takes about half of the second blob for the first, and is unsure of it
     head = head_with(wrong)
-    before = purity(predictions(task, head), truth)
+    before = purity(predict(task, head), truth)
     trained = train_self_label(task, head)
     assert trained is head
-    assert before < 0.97 < purity(predictions(task, trained), truth)
+    assert before < 0.97 < purity(predict(task, trained), truth)
 
 
 def test_self_labelling_takes_whole_batches_at_a_rate_of_its_own():
     task, _ = blob_task(nn.Identity(), epochs=1, lr_heads=0.5)
     weights = 6 * torch.eye(CLUSTERS, SIZE)
-    sizes: list[int] = []
-
-    def plain(rows: Tensor, randomness: torch.Generator) -> Tensor:
-        sizes.append(len(rows))
-        return task.plain(rows, randomness)
-
-    head = train_self_label(replace(task, plain=plain), head_with(weights))
-    assert sizes == [60, 60]
+    head = head_with(weights)
+    asked = record_rows(task, "plain", lambda task: train_self_label(task, head))
+    assert [len(rows) for rows in asked] == [60, 60]
     moved = (head[0].weight - weights).abs().max().item()
     assert 0 < moved < 2.5 * scan.SELF_LABEL_RATE  # two steps of Adam, each of about the rate at most
 
 
-def test_self_labelling_trains_the_backbone_and_tells_the_selected_share():
+def test_self_labelling_trains_the_backbone_and_reports_the_selected_share():
     logs: list[dict[str, float]] = []
     task, _ = blob_task(nn.Linear(SIZE, SIZE), logs, epochs=2)
     with torch.no_grad():
@@ -161,9 +132,87 @@ def test_where_nothing_is_confident_the_weights_stay_and_nothing_is_nan():
     assert [(log["loss"], log["selected"]) for log in logs] == [(0, 0)] * 2
 
 
-def test_a_confidence_of_just_the_threshold_is_not_enough(monkeypatch):
+def test_a_confidence_equal_to_the_threshold_is_not_enough(monkeypatch):
     logs: list[dict[str, float]] = []
     task, _ = blob_task(linear_backbone(), logs, epochs=1)
     monkeypatch.setattr(scan, "THRESHOLD", 1.0)
     train_self_label(task, head_with(1000 * torch.randn(CLUSTERS, FEATURES)))
     assert logs[0]["selected"] == pytest.approx(0)
+
+
+def test_consistency_of_two_pairs_by_hand():
+    images = logits_of([0.8, 0.2], [0.5, 0.5])
+    neighbours = logits_of([0.6, 0.4], [1 / 4, 3 / 4])
+    # products: .8 * .6 + .2 * .4 = .56; .5 * .25 + .5 * .75 = .5
+    expected = -(math.log(0.56) + math.log(0.5)) / 2
+    assert consistency_loss(images, neighbours).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_consistency_agrees_with_binary_cross_entropy_of_the_products(randomness):
+    one, other = torch.randn(2, 30, 7, generator=randomness)
+    products = (F.softmax(one, dim=1) * F.softmax(other, dim=1)).sum(dim=1)
+    expected = F.binary_cross_entropy(products, torch.ones(30))
+    assert consistency_loss(one, other).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_consistency_is_symmetric_and_blind_to_the_numbering_of_clusters(randomness):
+    one, other = torch.randn(2, 12, 5, generator=randomness)
+    order = torch.randperm(5, generator=randomness)
+    assert torch.allclose(consistency_loss(one, other), consistency_loss(other, one))
+    assert torch.allclose(consistency_loss(one, other), consistency_loss(one[:, order], other[:, order]))
+
+
+def test_opposite_certainty_has_a_finite_loss_and_gradient():
+    one = torch.tensor([[500.0, 0.0]], requires_grad=True)
+    loss = consistency_loss(one, torch.tensor([[0.0, 500.0]]))
+    loss.backward()
+    # log products are 0 - 500 in both clusters: log(2 e^-500)
+    assert loss.item() == pytest.approx(500 - math.log(2), abs=1e-3)
+    assert torch.isfinite(one.grad).all()
+
+
+def test_scan_loss_subtracts_the_weighted_entropy_of_the_mean_prediction():
+    images = logits_of([0.9, 0.1], [0.3, 0.7])  # mean .6 and .4
+    neighbours = logits_of([0.5, 0.5], [0.5, 0.5])  # every product is .5
+    entropy = -(0.6 * math.log(0.6) + 0.4 * math.log(0.4))
+    assert scan_loss(images, neighbours, 5.0).item() == pytest.approx(math.log(2) - 5 * entropy, abs=1e-6)
+
+
+def test_even_and_sure_clusters_have_a_lower_scan_loss_than_a_single_one():
+    even, single = 20 * torch.eye(4), 20 * torch.eye(4)[[0, 0, 0, 0]]
+    assert scan_loss(even, even, 5.0) < scan_loss(single, single, 5.0) - 6  # 5 log 4 = 6.9
+
+
+def test_a_rare_label_weighs_as_much_as_a_frequent_one():
+    logits = logits_of([0.8, 0.2], [0.8, 0.2], [0.8, 0.2], [0.5, 0.5], [0.1, 0.9])
+    labels = torch.tensor([0, 0, 0, 1, 1])
+    mask = torch.tensor([True, True, True, True, False])
+    # mean of label 0: -log .8; of label 1: -log .5 (the last sample is not trusted)
+    expected = -(math.log(0.8) + math.log(0.5)) / 2
+    assert balanced_cross_entropy(logits, labels, mask).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_balanced_cross_entropy_agrees_with_class_weights_of_torch(randomness):
+    logits = torch.randn(50, 6, generator=randomness)
+    labels = torch.randint(4, (50,), generator=randomness)  # two clusters never occur
+    mask = torch.rand(50, generator=randomness) < 0.6
+    counts = np.bincount(labels[mask], minlength=6)
+    weights = torch.tensor([mask.sum().item() / count if count else 1.0 for count in counts])
+    expected = F.cross_entropy(logits[mask], labels[mask], weight=weights.float())
+    assert balanced_cross_entropy(logits, labels, mask).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_repeating_the_samples_of_one_label_changes_nothing(randomness):
+    logits, labels = torch.randn(6, 3, generator=randomness), torch.tensor([0, 0, 0, 1, 1, 2])
+    more = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
+    once = balanced_cross_entropy(logits, labels, torch.ones(6, dtype=torch.bool))
+    twice = balanced_cross_entropy(logits[more], labels[more], torch.ones(9, dtype=torch.bool))
+    assert torch.allclose(once, twice)
+
+
+def test_nothing_trusted_gives_zero_and_a_zero_gradient():
+    logits = torch.randn(4, 3, requires_grad=True)
+    loss = balanced_cross_entropy(logits, torch.tensor([0, 1, 2, 0]), torch.zeros(4, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(logits.grad, torch.zeros(4, 3))

@@ -1,23 +1,30 @@
 import dataclasses
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from cdc_plugin.comparison.baselines import secu
-from cdc_plugin.comparison.baselines.secu import KeepSize, keep_entropy, train_secu, train_secu_size
+from cdc_plugin.comparison.baselines.secu import (
+    KeepSize,
+    assign_by_entropy,
+    assign_by_size,
+    keep_entropy,
+    representation_loss,
+    stable_center_loss,
+    train_secu,
+    train_secu_size,
+    update_duals,
+)
 from cdc_plugin.core.kmeans import nearest
-from cdc_plugin.models.heads import CosineHead, build_head
-from tests.helpers.blob_tasks import CLUSTERS, FEATURES, blob_task, linear_backbone, predictions, purity
-
-BOTH = pytest.mark.parametrize("train", [train_secu, train_secu_size])
+from tests.helpers.blob_tasks import CLUSTERS, blob_task, linear_backbone, predict, purity
 
 
 def test_it_starts_as_k_means_on_the_projected_features():
     task, truth = blob_task(linear_backbone(), epochs=0)
     head = train_secu(task)
-    found = predictions(task, head)
+    found = predict(task, head)
     with torch.no_grad():
         points = F.normalize(head.projection(task.features), dim=1)
     means = torch.stack([points[found == cluster].mean(dim=0) for cluster in range(CLUSTERS)])
@@ -28,14 +35,7 @@ def test_it_starts_as_k_means_on_the_projected_features():
     assert purity(found, truth) > 0.9
 
 
-@BOTH
-def test_three_blobs_are_found_with_or_without_a_backbone_to_train(train):
-    for backbone in (linear_backbone(), nn.Identity()):
-        task, truth = blob_task(backbone, epochs=6, lr_heads=0.003, lr_backbone=0.001)
-        assert purity(predictions(task, train(task)), truth) > 0.95
-
-
-@BOTH
+@pytest.mark.parametrize("train", [train_secu, train_secu_size])
 def test_centers_from_anywhere_find_the_blobs(train, monkeypatch):
     start = secu._start
 
@@ -48,42 +48,15 @@ def test_centers_from_anywhere_find_the_blobs(train, monkeypatch):
     randomness = torch.Generator().manual_seed(0)
     monkeypatch.setattr(secu, "_start", elsewhere)
     task, truth = blob_task(linear_backbone(), epochs=0)
-    assert purity(predictions(task, train(task)), truth) < 0.9
+    assert purity(predict(task, train(task)), truth) < 0.9
     randomness = torch.Generator().manual_seed(0)
     task, truth = blob_task(linear_backbone(), epochs=15, lr_heads=0.01, lr_backbone=0.002)
-    assert purity(predictions(task, train(task)), truth) > 0.95
-
-
-@BOTH
-def test_the_head_comes_back_ready_for_use_and_can_be_built_again(train):
-    backbone = linear_backbone()
-    task, _ = blob_task(backbone, epochs=1)
-    head = train(task)
-    assert isinstance(head, CosineHead)
-    assert not head.training
-    assert head.temperature == 0.05
-    assert not torch.equal(task.backbone.weight, backbone.weight)
-    again = build_head(head.spec, FEATURES, "here")
-    again.load_state_dict(head.state_dict())
-    torch.testing.assert_close(again.eval()(task.features), head(task.features))
-
-
-@BOTH
-def test_a_seed_gives_the_same_head_and_leaves_other_randomness_alone(train):
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    heads = [train(blob_task(linear_backbone(), epochs=2, seed=seed)[0]) for seed in (1, 1, 2)]
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(heads[0].centers, heads[1].centers)
-    untrained = [train(blob_task(linear_backbone(), epochs=0, seed=seed)[0]) for seed in (1, 2)]
-    for one, other in ((heads[0], heads[2]), untrained):
-        assert not torch.equal(one.centers, other.centers)
+    assert purity(predict(task, train(task)), truth) > 0.95
 
 
 def test_features_follow_the_labels_and_centers_with_which_the_epoch_began(monkeypatch):
     untrained, _ = blob_task(linear_backbone(), epochs=0)
-    partition = predictions(untrained, train_secu(untrained))
+    partition = predict(untrained, train_secu(untrained))
     task, _ = blob_task(linear_backbone(), epochs=2)
     center_loss, feature_loss = secu.stable_center_loss, secu.representation_loss
     rows_seen, for_centers, for_features = [], [], []
@@ -114,15 +87,6 @@ def test_features_follow_the_labels_and_centers_with_which_the_epoch_began(monke
     assert len(rows_seen) == 8
 
 
-def test_losses_and_moved_points_are_told_after_every_epoch():
-    logs: list[dict[str, float]] = []
-    train_secu(blob_task(linear_backbone(), logs, epochs=3)[0])
-    assert [log["epoch"] for log in logs] == [1, 2, 3]
-    for log in logs:
-        assert log["loss"] == pytest.approx(log["center_loss"] + log["representation_loss"], abs=1e-5)
-        assert 0 <= log["moved"] <= 1
-
-
 def test_the_entropy_is_that_of_the_whole_set_not_of_the_batch():
     # A tie of cosines: whoever asks goes to the smaller cluster, and stays if both are as large.
     cosines, rows = torch.zeros(1, 2), torch.tensor([0])
@@ -130,9 +94,164 @@ def test_the_entropy_is_that_of_the_whole_set_not_of_the_batch():
     assert keep_entropy(cosines, rows, torch.tensor([0, 1, 1, 0])).tolist() == [0]
 
 
-def test_a_cluster_below_its_least_size_draws_points_from_batch_to_batch():
+def test_a_cluster_below_its_minimum_size_attracts_more_points_from_batch_to_batch():
     assign = KeepSize(2, torch.device("cpu"))
     cosines, rows, labels = torch.tensor([[0.06, 0.0]] * 10), torch.arange(10), torch.zeros(10, dtype=torch.long)
-    # Nobody is in the second cluster: its dual variable grows by .1 * .9 / 2 = .045 a batch.
+    # Nobody is in the second cluster: its dual variable grows by .1 * .9 / 2 = .045 per batch.
     batches = [assign(cosines, rows, labels).sum().item() for _ in range(3)]
     assert batches == [0, 0, 10]
+
+
+def random_cosines(count: int = 30, clusters: int = 4, seed: int = 0) -> torch.Tensor:
+    randomness = torch.Generator().manual_seed(seed)
+    return torch.rand(count, clusters, generator=randomness, dtype=torch.float64) * 2 - 1
+
+
+def negative_entropy_of(sizes: list[int]) -> float:
+    total = sum(sizes)
+    return sum(size / total * math.log(size / total) for size in sizes if size)
+
+
+def test_center_loss_and_its_gradient_by_hand():
+    # p of the own cluster is 3/4, so the own cosine is pulled by (1 - 3/4) / temperature and the other not at all.
+    cosines = torch.tensor([[0.5 * math.log(3.0), 0.0]]).requires_grad_()
+    loss = stable_center_loss(cosines, torch.tensor([0]), 0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(4 / 3))
+    torch.testing.assert_close(cosines.grad, torch.tensor([[-0.25 / 0.5, 0.0]]))
+
+
+def test_a_center_is_moved_by_its_own_points_and_most_by_hard_ones():
+    points = F.normalize(torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1)
+    centers = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    labels = torch.arange(12) % 3
+    stable_center_loss(points @ centers.T, labels, 0.2).backward()
+    expected = torch.zeros(3, 5, dtype=torch.float64)
+    for point, label in zip(points, labels.tolist(), strict=True):
+        own = F.softmax(centers.detach() @ point / 0.2, dim=0)[label]
+        expected[label] -= (1 - own) * point / (0.2 * 12)
+    torch.testing.assert_close(centers.grad, expected)
+
+
+def test_a_center_without_points_in_the_batch_stays_where_cross_entropy_would_push_it_away():
+    cosines = random_cosines(6, 3).requires_grad_()
+    labels = torch.tensor([0, 1, 0, 1, 0, 1])
+    stable = torch.autograd.grad(stable_center_loss(cosines, labels, 0.05), cosines)[0]
+    usual = torch.autograd.grad(F.cross_entropy(cosines / 0.05, labels), cosines)[0]
+    assert not stable[:, 2].any()
+    assert (usual[:, 2] > 0).any()
+    torch.testing.assert_close(
+        stable_center_loss(cosines, labels, 0.05), F.cross_entropy(cosines / 0.05, labels), msg="same value"
+    )
+
+
+def test_representation_loss_by_hand():
+    # The first view is at 3/4, the second at 1/2; targets: .2 + .8/2 = .6 and .2 + .8 * 3/4 = .8.
+    first, second = torch.tensor([[0.1 * math.log(3.0), 0.0]]), torch.tensor([[0.0, 0.0]])
+    by_first = -(0.6 * math.log(3 / 4) + 0.4 * math.log(1 / 4))
+    by_second = math.log(2)
+    loss = representation_loss(first, second, torch.tensor([0]), 0.1, 0.2)
+    assert loss.item() == pytest.approx((by_first + by_second) / 2)
+
+
+def test_representation_loss_has_the_gradient_of_fixed_targets():
+    first, second = (random_cosines(seed=seed).requires_grad_() for seed in (0, 1))
+    labels = torch.arange(30) % 4
+    representation_loss(first, second, labels, 0.1, 0.3).backward()
+    probs = [F.softmax(view.detach() / 0.1, dim=1) for view in (first, second)]
+    targets = [0.7 * other + 0.3 * F.one_hot(labels, 4) for other in reversed(probs)]
+    for view, prob, target in zip((first, second), probs, targets, strict=True):
+        torch.testing.assert_close(view.grad, (prob - target) / 0.1 / 30 / 2)
+
+
+def test_representation_loss_does_not_care_which_view_is_first():
+    first, second, labels = random_cosines(seed=0), random_cosines(seed=1), torch.arange(30) % 4
+    there = representation_loss(first, second, labels, 0.05, 0.2)
+    torch.testing.assert_close(there, representation_loss(second, first, labels, 0.05, 0.2))
+    hard = (F.cross_entropy(first / 0.05, labels) + F.cross_entropy(second / 0.05, labels)) / 2
+    torch.testing.assert_close(representation_loss(first, second, labels, 0.05, 1.0), hard)
+
+
+def test_an_entropic_move_by_hand():
+    # From sizes 3, 1 to 2, 2: N times the negative entropy falls from 3 log 3/4 + log 1/4 = -2.249 to -2.773.
+    cosines, labels, sizes = torch.tensor([[0.5, 0.0]]), torch.tensor([0]), torch.tensor([3, 1])
+    gain = (3 * math.log(3 / 4) + math.log(1 / 4)) - 4 * math.log(1 / 2)
+    assert gain == pytest.approx(0.5232, abs=1e-4)
+    assert assign_by_entropy(cosines, labels, sizes, 1.0).tolist() == [1]
+    assert assign_by_entropy(cosines, labels, sizes, 0.5 / gain * 1.01).tolist() == [1]
+    assert assign_by_entropy(cosines, labels, sizes, 0.5 / gain * 0.99).tolist() == [0]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.12, 1.0, 20.0])
+def test_entropic_moves_agree_with_trying_every_cluster(weight):
+    cosines = random_cosines(30, 4)
+    sizes = [12, 1, 0, 17]  # the second holds one point, the third none
+    labels = [0] * 12 + [1] + [3] * 17
+    expected = []
+    for row, old in zip(cosines.tolist(), labels, strict=True):
+        values = []
+        for new in range(4):
+            moved = list(sizes)
+            moved[old] -= 1
+            moved[new] += 1
+            values.append(row[new] - weight * 30 * negative_entropy_of(moved))
+        expected.append(max(range(4), key=values.__getitem__))
+    found = assign_by_entropy(cosines, torch.tensor(labels), torch.tensor(sizes), weight)
+    assert found.tolist() == expected
+
+
+def test_a_million_points_are_counted_to_the_last_one():
+    # The clusters differ by a factor of e: moving to the smaller one is worth 1.
+    sizes = torch.tensor([1_000_000, round(1_000_000 / math.e)])
+    labels = torch.tensor([0, 0])
+    found = assign_by_entropy(torch.tensor([[0.9999, 0.0], [1.0001, 0.0]]), labels, sizes, 1.0)
+    assert found.tolist() == [1, 0]
+
+
+def test_without_weight_and_without_duals_the_nearest_center_is_taken():
+    cosines, labels = random_cosines(), torch.zeros(30, dtype=torch.long)
+    nearest = cosines.argmax(dim=1)
+    assert torch.equal(assign_by_entropy(cosines, labels, torch.tensor([30, 0, 0, 0]), 0.0), nearest)
+    assert torch.equal(assign_by_size(cosines, torch.zeros(4)), nearest)
+
+
+def test_numbers_of_clusters_do_not_matter_to_assignments():
+    cosines, labels, clusters = random_cosines(), torch.arange(30) % 4, torch.tensor([2, 0, 3, 1])
+    sizes, duals = torch.tensor([10, 4, 9, 7]), torch.tensor([0.0, 0.3, 0.1, 0.2])
+    renumbered = clusters.argsort()
+    by_entropy = assign_by_entropy(cosines[:, clusters], renumbered[labels], sizes[clusters], 0.5)
+    assert torch.equal(clusters[by_entropy], assign_by_entropy(cosines, labels, sizes, 0.5))
+    assert torch.equal(clusters[assign_by_size(cosines[:, clusters], duals[clusters])], assign_by_size(cosines, duals))
+
+
+def test_duals_by_hand():
+    # Shares 3/4, 1/4, 0 against a least share of .3: -.45, .05, .3, times the rate; none falls below 0.
+    duals = update_duals(torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0, 0, 1, 0]), 0.3, 0.5)
+    torch.testing.assert_close(duals, torch.tensor([0.0, 0.125, 0.25]))
+
+
+def test_duals_rescue_a_cluster_that_nobody_chooses():
+    cosines = random_cosines(400, 4)
+    cosines[:, 2] -= 1.5
+    duals = torch.zeros(4, dtype=torch.float64)
+    assert (assign_by_size(cosines, duals) == 2).float().mean() < 0.05
+    for _ in range(300):
+        duals = update_duals(duals, assign_by_size(cosines, duals), 0.9 / 4, 0.1)
+    share = torch.bincount(assign_by_size(cosines, duals), minlength=4) / 400
+    assert share.min() > 0.9 / 4 - 0.02
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 0, 1]])
+def test_a_set_of_one_point_and_empty_clusters_give_no_nan(sizes):
+    label = torch.tensor([sizes.index(1)])
+    # Wherever a lone point lies, the entropy is 0: only the cosine counts.
+    assert assign_by_entropy(torch.tensor([[0.1, 0.3, 0.2]]), label, torch.tensor(sizes), 5.0).tolist() == [1]
+
+
+def test_cosines_far_beyond_the_temperature_leave_losses_finite():
+    cosines = torch.tensor([[1.0, -1.0], [1.0, -1.0]]).requires_grad_()
+    labels = torch.tensor([1, 1])
+    loss = stable_center_loss(cosines, labels, 1e-4) + representation_loss(cosines, cosines, labels, 1e-4, 0.2)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(cosines.grad).all()

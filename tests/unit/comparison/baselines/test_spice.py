@@ -1,64 +1,22 @@
-import copy
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines import spice
-from cdc_plugin.comparison.baselines.spice import train_spice
+from cdc_plugin.comparison.baselines.spice import double_softmax_loss, label_by_prototypes, train_spice
 from cdc_plugin.comparison.baselines.task import MakeView
-from cdc_plugin.errors import UserError
-from cdc_plugin.models.heads import LayeredHead, build_head
-from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predictions, purity
+from cdc_plugin.errors import ConfigError
+from tests.helpers.blob_tasks import SIZE, blob_task, linear_backbone
 
 
 @pytest.fixture(autouse=True)
 def _few_heads(monkeypatch):
     monkeypatch.setattr(spice, "HEADS", 3)
-
-
-def with_batchnorm() -> nn.Module:
-    return nn.Sequential(linear_backbone(), nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).eval()
-
-
-def test_three_blobs_are_found_from_random_heads():
-    task, truth = blob_task(linear_backbone(), epochs=6, lr_heads=0.005)
-    assert purity(predictions(task, train_spice(task)), truth) > 0.97
-
-
-def test_views_that_are_features_serve_as_well():
-    task, truth = blob_task(nn.Identity(), epochs=6, lr_heads=0.005)
-    head = train_spice(task)
-    assert head.layers[0] == ["linear", SIZE, SIZE]
-    assert purity(predictions(task, head), truth) > 0.97
-
-
-def test_the_backbone_stays_as_it_is_its_batchnorm_statistics_included():
-    task, _ = blob_task(with_batchnorm(), epochs=2)
-    task.backbone.train()  # as another method could have left it
-    before = copy.deepcopy(task.backbone.state_dict())
-    train_spice(task)
-    after = task.backbone.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not task.backbone.training
-
-
-def test_the_two_layer_head_comes_back_ready_for_use_and_can_be_built_again():
-    task, _ = blob_task(linear_backbone(), epochs=1)
-    head = train_spice(task)
-    assert isinstance(head, LayeredHead)
-    assert head.layers == [["linear", FEATURES, FEATURES], ["relu"], ["linear", FEATURES, CLUSTERS]]
-    assert not head.training
-    again = build_head(head.spec, FEATURES, "here")
-    again.load_state_dict(head.state_dict())
-    assert torch.equal(again(task.features), head(task.features))
-
-
-def test_the_same_seed_gives_the_same_head_and_another_seed_another():
-    weights = [train_spice(blob_task(with_batchnorm(), epochs=1, seed=seed)[0])[0].weight for seed in (0, 0, 1)]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
 
 
 def test_the_head_with_the_lowest_loss_over_the_whole_set_is_returned(monkeypatch):
@@ -70,26 +28,19 @@ def test_the_head_with_the_lowest_loss_over_the_whole_set_is_returned(monkeypatc
         assert features is task.features
         return torch.tensor([2.0, 3.0, 1.0])
 
-    monkeypatch.setattr(spice, "_losses_of_heads", pretend)
+    monkeypatch.setattr(spice, "_compute_head_losses", pretend)
     assert train_spice(task) is seen[2]
-
-
-def test_losses_are_told_every_epoch_and_fall():
-    logs: list[dict[str, float]] = []
-    train_spice(blob_task(linear_backbone(), logs, epochs=4, lr_heads=0.005)[0])
-    assert [log["epoch"] for log in logs] == [1, 2, 3, 4]
-    assert logs[-1]["loss"] < logs[0]["loss"]
 
 
 def test_every_batch_is_trained_on_eight_times_until_the_rate_is_nearly_zero(monkeypatch):
     kept = []
 
-    class Recorded(spice.Descent):
+    class Recorded(spice.BaselineOptimizer):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             kept.append(self)
 
-    monkeypatch.setattr(spice, "Descent", Recorded)
+    monkeypatch.setattr(spice, "BaselineOptimizer", Recorded)
     train_spice(blob_task(linear_backbone(), epochs=3)[0])
     assert kept[0].steps == kept[0].total_steps == 3 * 2 * 8 * 2  # epochs, batches of 60, repeats, parts of 30
 
@@ -105,19 +56,130 @@ def test_weak_views_are_judged_and_strong_ones_trained_on_each_image_once_an_epo
 
         return view
 
-    with pytest.raises(UserError, match="not finite in epoch 1"):  # of the strong views; weak ones give no loss
+    with pytest.raises(ConfigError, match="not finite in epoch 1"):  # of the strong views; weak ones give no loss
         train_spice(replace(task, weak=recorded("weak"), strong=recorded("strong")))
     for rows in asked.values():
-        assert torch.cat(rows).sort().values.tolist() == list(range(task.images))
-
-
-def test_no_epochs_still_give_a_head():
-    task, _ = blob_task(linear_backbone(), epochs=0)
-    assert train_spice(task)(task.features).shape == (task.images, CLUSTERS)
+        assert torch.cat(rows).sort().values.tolist() == list(range(task.image_count))
 
 
 def test_batches_that_cannot_hold_all_clusters_are_refused():
     task, _ = blob_task(linear_backbone(), epochs=1)
-    small = replace(task, config=replace(task.config, batch_size=2))
-    with pytest.raises(UserError, match="a batch of 2 images"):
+    small = replace(task, settings=replace(task.settings, batch_size=2))
+    with pytest.raises(ConfigError, match="a batch of 2 images"):
         train_spice(small)
+
+
+def directions(*degrees: float) -> Tensor:
+    angles = torch.tensor(degrees).deg2rad()
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def chosen_by(labels: Tensor, chosen: Tensor, cluster: int) -> list[int]:
+    return sorted(chosen[labels == cluster].tolist())
+
+
+def labels_by_loops(features: np.ndarray, probs: np.ndarray) -> list[tuple[int, int]]:
+    """(sample, label) pairs, one cluster after another, from the words of the paper."""
+    batch, clusters = probs.shape
+    size = batch // clusters
+    unit = [row / np.linalg.norm(row) for row in features]
+    pairs = []
+    for cluster in range(clusters):
+        best = sorted(range(batch), key=lambda i: -probs[i, cluster])[: size // 2]
+        prototype = sum(unit[i] for i in best) / len(best)
+        nearest = sorted(range(batch), key=lambda i: -float(prototype @ unit[i]))[:size]
+        pairs += [(i, cluster) for i in nearest]
+    return pairs
+
+
+def test_two_clusters_of_eight_samples_by_hand():
+    # B // C = 4 samples a cluster, 2 of them make the prototype.
+    features = directions(0, 10, 20, 30, 90, 80, 70, 40)
+    first = [0.9, 0.8, 0.1, 0.2, 0.0, 0.1, 0.3, 0.4]
+    probs = torch.tensor([[p, 1 - p] for p in first])
+    chosen, labels = label_by_prototypes(features, probs)
+    # Cluster 0: samples 0 and 1, prototype at 5 degrees, nearest are 0, 10, 20 and 30 degrees.
+    # Cluster 1: sample 4 (1.0), then 2 and 5 (.9 each; the earlier wins): 90 and 20 degrees, so 55 degrees,
+    # nearest are 40 and 70 (15 away), then 30 and 80 (25 away).
+    assert labels.tolist() == [0] * 4 + [1] * 4
+    assert chosen_by(labels, chosen, 0) == [0, 1, 2, 3]
+    assert chosen_by(labels, chosen, 1) == [3, 5, 6, 7]  # 3 has both labels, 4 has none
+
+
+def test_labels_agree_with_loops(randomness):
+    features = torch.randn(60, 5, generator=randomness)
+    probs = F.softmax(torch.randn(60, 4, generator=randomness), dim=1)
+    chosen, labels = label_by_prototypes(features, probs)
+    expected = labels_by_loops(features.double().numpy(), probs.numpy())
+    assert list(zip(chosen.tolist(), labels.tolist(), strict=True)) == expected
+
+
+def test_every_cluster_gets_equally_many_even_if_no_sample_prefers_it(randomness):
+    probs = F.softmax(torch.randn(33, 3, generator=randomness) + torch.tensor([9.0, 0.0, 0.0]), dim=1)
+    _, labels = label_by_prototypes(torch.randn(33, 4, generator=randomness), probs)
+    assert torch.bincount(labels).tolist() == [11, 11, 11]
+
+
+def test_prototypes_overrule_a_wrong_but_confident_head():
+    features = torch.cat([directions(0, 1, 2, 3, 4, 5), directions(90, 91, 92, 93, 94, 95)])
+    probs = torch.tensor([[0.9, 0.1]] * 6 + [[0.1, 0.9]] * 6)
+    probs[3] = torch.tensor([0.2, 0.8])  # of the first group, taken for the second
+    chosen, labels = label_by_prototypes(features, probs)
+    assert chosen_by(labels, chosen, 0) == list(range(6))
+    assert chosen_by(labels, chosen, 1) == list(range(6, 12))
+
+
+def test_labels_follow_a_new_order_of_the_samples_and_ignore_the_length_of_features(randomness):
+    features = torch.randn(20, 6, generator=randomness)
+    probs = F.softmax(torch.randn(20, 4, generator=randomness), dim=1)
+    order = torch.randperm(20, generator=randomness)
+    scaled = 3 * features * (torch.rand(20, 1, generator=randomness) + 0.1)
+    chosen, labels = label_by_prototypes(features, probs)
+    moved, same_labels = label_by_prototypes(scaled[order], probs[order])
+    for cluster in range(4):  # as sets: the two samples of a prototype are equally near to it
+        assert chosen_by(same_labels, order[moved], cluster) == chosen_by(labels, chosen, cluster)
+
+
+def test_as_many_clusters_as_samples_leaves_one_sample_for_each():
+    probs = 0.6 * torch.eye(3) + 0.4 / 3
+    chosen, labels = label_by_prototypes(torch.eye(3), probs)
+    assert chosen.tolist() == labels.tolist() == [0, 1, 2]
+
+
+def test_features_of_length_zero_give_no_nan():
+    chosen, labels = label_by_prototypes(torch.zeros(6, 3), torch.full((6, 2), 0.5))
+    assert len(chosen) == len(labels) == 6
+    assert chosen.min() >= 0
+
+
+def test_a_batch_smaller_than_the_clusters_is_refused():
+    with pytest.raises(ConfigError, match=r"a batch of 3 images cannot hold .* 4 clusters; pass batch_size=8"):
+        label_by_prototypes(torch.ones(3, 2), torch.full((3, 4), 0.25))
+
+
+def test_double_softmax_loss_by_hand():
+    logits = torch.tensor([[0.75, 0.25]]).log()  # whose softmax is .75 and .25
+    # softmax of (.75, .25) for label 0: 1 / (1 + e^-.5); for label 1: 1 / (1 + e^.5)
+    assert double_softmax_loss(logits, torch.tensor([0])).item() == pytest.approx(math.log(1 + math.exp(-0.5)))
+    assert double_softmax_loss(logits, torch.tensor([1])).item() == pytest.approx(math.log(1 + math.exp(0.5)))
+
+
+def test_double_softmax_loss_agrees_with_its_definition_in_numpy(randomness):
+    logits, labels = torch.randn(20, 5, generator=randomness), torch.randint(5, (20,), generator=randomness)
+    probs = np.exp(logits.numpy()) / np.exp(logits.numpy()).sum(axis=1, keepdims=True)
+    again = np.exp(probs) / np.exp(probs).sum(axis=1, keepdims=True)
+    expected = -np.log(again[np.arange(20), labels.numpy()]).mean()
+    assert double_softmax_loss(logits, labels).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_double_softmax_loss_ends_at_its_stated_minimum_without_nan():
+    logits = torch.tensor([[1000.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    loss = double_softmax_loss(logits, torch.tensor([0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(1 + 3 / math.e))
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_double_softmax_loss_is_blind_to_a_shift_of_the_logits(randomness):
+    logits, labels = torch.randn(8, 3, generator=randomness), torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+    assert torch.allclose(double_softmax_loss(logits, labels), double_softmax_loss(logits + 7, labels))
