@@ -1,1 +1,1 @@
-"""How accurate are the clusters really? A few images, drawn fairly and labelled by hand, give a bound on it."""
+"""Estimate the true accuracy: a few images, drawn fairly and labelled by hand, give a bound on it."""

@@ -1,4 +1,4 @@
-"""audit.html: every drawn image beside typical ones of its cluster, in one file that asks nothing of the network."""
+"""audit.html: every drawn image beside typical ones of its cluster, in one file that loads nothing."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ BLOCK = 512  # images that are in memory at once; each block may read a packed f
 Read = Callable[[NDArray[np.int64]], NDArray[np.uint8]]
 
 
-def audit_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[str]], read: Read, source: str) -> str:
-    """The page as text.
+def render_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[str]], read: Read, source: str) -> str:
+    """Return the page as text.
 
     Args:
         rows: the drawn rows of the table, in the order of the questions.
-        lines: header and lines of audit.csv for these rows; the page gives them back with answers.
-        read: gives the pixels (n, S, S, 3) of n rows.
+        lines: header and lines of audit.csv for these rows; the page saves them with the answers.
+        read: returns the pixels (n, S, S, 3) of n rows.
     """
     from jinja2 import Environment, StrictUndefined
 
     asked = np.unique(table["cluster"][rows])
     shown = 8 if len(asked) <= MANY_CLUSTERS else 5
-    # One more than is shown: an image is not compared with itself.
-    typical = {int(cluster): typical_rows(table, int(cluster), shown + 1) for cluster in asked}
-    typical_pictures = _pictures(np.concatenate(list(typical.values())), read, TYPICAL_BUDGET, TYPICAL_SIDE)
-    drawn_pictures = _pictures(rows, read, DRAWN_BUDGET, DRAWN_SIDE)
+    # One more than shown: an image is not compared with itself.
+    typical = {int(cluster): find_typical_rows(table, int(cluster), shown + 1) for cluster in asked}
+    typical_pictures = _encode_pictures(np.concatenate(list(typical.values())), read, TYPICAL_BUDGET, TYPICAL_SIDE)
+    drawn_pictures = _encode_pictures(rows, read, DRAWN_BUDGET, DRAWN_SIDE)
     questions = [
         {
             "cluster": cluster,
             "picture": drawn_pictures[row],
-            "typical": [each for each in typical[cluster] if each != row],
+            "typical": [other for other in typical[cluster] if other != row],
         }
         for row, cluster in zip(rows.tolist(), table["cluster"][rows].tolist(), strict=True)
     ]
@@ -53,21 +53,21 @@ def audit_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[str
     )
 
 
-def typical_rows(table: np.recarray, cluster: int, count: int) -> list[int]:
-    """The surest images of a cluster, the first of them first."""
+def find_typical_rows(table: np.recarray, cluster: int, count: int) -> list[int]:
+    """Return the rows of a cluster with the highest confidence, highest first."""
     members = np.flatnonzero(table["cluster"] == cluster)
     order = np.argsort(-table["confidence"][members], kind="stable")
     return members[order[:count]].tolist()
 
 
-def _pictures(rows: NDArray[np.int64], read: Read, budget: int, largest: int) -> dict[int, str]:
-    """A data URI for each row; the more there are, the smaller."""
+def _encode_pictures(rows: NDArray[np.int64], read: Read, budget: int, largest: int) -> dict[int, str]:
+    """Return a data URI per row; the more rows, the smaller the pictures."""
     most_bytes = budget // len(rows)
     side = int(np.sqrt(max(most_bytes - HEADER_BYTES, 0) / BYTES_PER_PIXEL))
     size = ThumbnailSize(min(max(side, SMALLEST_SIDE), largest), most_bytes)
-    found = {}
+    pictures = {}
     for start in range(0, len(rows), BLOCK):
         block = np.sort(rows[start : start + BLOCK])
         for row, pixels in zip(block.tolist(), read(block), strict=True):
-            found[row] = "data:image/jpeg;base64," + base64.b64encode(encode(pixels, size)).decode("ascii")
-    return found
+            pictures[row] = "data:image/jpeg;base64," + base64.b64encode(encode(pixels, size)).decode("ascii")
+    return pictures

@@ -1,4 +1,4 @@
-"""audit.csv: the drawn images with a column for the answers, as it is written and as it comes back."""
+"""audit.csv: the drawn images with a column for the answers, as it is written and as people return it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import DataError
 
 FILE = "audit.csv"
 NEEDED = ("id", "cluster", "confidence", "answer", "audit")
@@ -34,34 +34,35 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What came back: the rows that are there, how many were drawn, and of how many images."""
+    """The returned rows, how many were drawn, and from how many images."""
 
     rows: list[AuditRow]
     drawn: int
-    images: int
+    image_count: int
     source: str
 
 
-def sheet_rows(table: np.recarray, rows: NDArray[np.int64], source: str) -> list[list[str]]:
-    """Header and one line for each drawn row of the table, in that order, with an empty answer.
+def build_sheet(table: np.recarray, rows: NDArray[np.int64], source: str) -> list[list[str]]:
+    """Return a header and one line per drawn row of the table, in that order, with an empty answer.
 
-    What a reader has to know of the whole audit stands in every line, so that the file can be sent around alone.
+    Every line holds what a reader must know about the audit, so that the file alone can be passed on.
     """
     columns = table.dtype.names or ()
     name = "path" if "path" in columns else "index"
-    kept = ["selected"] if "selected" in columns else []
+    flags = ["selected"] if "selected" in columns else []
     audit = f"{len(rows)} of {len(table)} images; {' '.join(source.split())}"
-    lines = [["id", name, "cluster", "answer", "confidence", *kept, "audit"]]
+    lines = [["id", name, "cluster", "answer", "confidence", *flags, "audit"]]
     for row in rows.tolist():
         entry = table[row]
         cluster = int(entry["cluster"])
-        row_id = _id(row, cluster, len(rows), len(table))
-        flags = [str(int(entry["selected"]))] if kept else []
-        lines.append([row_id, str(entry[name]), str(cluster), "", f"{entry['confidence']:.6f}", *flags, audit])
+        row_id = _build_id(row, cluster, len(rows), len(table))
+        values = [str(int(entry[flag])) for flag in flags]
+        lines.append([row_id, str(entry[name]), str(cluster), "", f"{entry['confidence']:.6f}", *values, audit])
     return lines
 
 
-def sheet_bytes(lines: list[list[str]]) -> bytes:
+def encode_sheet(lines: list[list[str]]) -> bytes:
+    """Return the lines as the content of a CSV file."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     # File names need not be valid UTF-8; their bytes are written as they are.
@@ -69,33 +70,33 @@ def sheet_bytes(lines: list[list[str]]) -> bytes:
 
 
 def read_sheet(path: Path) -> Sheet:
-    """The file as cdc-predict, the page or a spreadsheet wrote it: any of their separators, line ends, encodings."""
-    header, lines = _cells(path)
+    """Read the file as cdc-predict, the page or a spreadsheet wrote it, with any separator, line end and encoding."""
+    header, lines = _read_cells(path)
     missing = [name for name in NEEDED if name not in header]
     if missing:
-        raise UserError(
-            f"{path} is no audit: it has no column {missing[0]!r} (found {', '.join(header[:8])}); give the "
-            f"{FILE} that cdc-predict --audit wrote, with its answers"
+        raise DataError(
+            f"{path} is not an audit: it has no column {missing[0]!r} (found {', '.join(header[:8])}); give the "
+            f"{FILE} that cdc-predict --audit wrote"
         )
     if not lines:
-        raise UserError(f"{path} has a header and no rows; {AGAIN}")
+        raise DataError(f"{path} has a header but no rows; {AGAIN}")
     rows: dict[str, AuditRow] = {}
     audits = {}
     for number, cells in lines:
         entry = dict(zip(header, cells, strict=False))
         where = f"{path}, line {number}"
-        drawn, images = _totals(entry["audit"], where)
-        audits[drawn, images] = entry["audit"].partition(";")[2].strip()
-        row = _row(entry, drawn, images, where)
+        drawn, image_count = _parse_totals(entry["audit"], where)
+        audits[drawn, image_count] = entry["audit"].partition(";")[2].strip()
+        row = _parse_row(entry, drawn, image_count, where)
         if row.id in rows:
-            raise UserError(f"{where}: the id {row.id} is there twice; keep one row for each image")
+            raise DataError(f"{where}: the id {row.id} occurs twice; keep one row for each image")
         rows[row.id] = row
     if len(audits) > 1:
-        raise UserError(f"{path} holds rows of {len(audits)} audits; give the rows of one")
-    return Sheet(list(rows.values()), drawn, images, audits[drawn, images])
+        raise DataError(f"{path} holds rows of {len(audits)} audits; give the rows of one")
+    return Sheet(list(rows.values()), drawn, image_count, audits[drawn, image_count])
 
 
-def _row(entry: dict[str, str], drawn: int, images: int, where: str) -> AuditRow:
+def _parse_row(entry: dict[str, str], drawn: int, image_count: int, where: str) -> AuditRow:
     row_id = entry["id"].strip()
     try:
         cluster, confidence = int(entry["cluster"]), float(entry["confidence"].replace(",", "."))
@@ -103,13 +104,13 @@ def _row(entry: dict[str, str], drawn: int, images: int, where: str) -> AuditRow
     except ValueError:
         in_range = False
     if not in_range:
-        raise UserError(
+        raise DataError(
             f"{where}: expected a cluster number and a confidence from 0 to 1, found {entry['cluster']!r} and "
             f"{entry['confidence']!r}; change nothing but the answers"
         )
     number = re.fullmatch(r"r(\d+)-[0-9a-f]{4}", row_id)
-    if number is None or row_id != _id(int(number.group(1)), cluster, drawn, images):
-        raise UserError(
+    if number is None or row_id != _build_id(int(number.group(1)), cluster, drawn, image_count):
+        raise DataError(
             f"{where}: the id {row_id[:40]!r} does not fit cluster {cluster} of this audit; one of them was edited: "
             f"change nothing but the answers, or {AGAIN}"
         )
@@ -117,52 +118,50 @@ def _row(entry: dict[str, str], drawn: int, images: int, where: str) -> AuditRow
     return AuditRow(row_id, cluster, min(confidence, 1.0), selected, entry["answer"].strip())
 
 
-def _totals(audit: str, where: str) -> tuple[int, int]:
-    found = re.match(r"\s*(\d+) of (\d+) images", audit)
-    if found is None:
-        raise UserError(
+def _parse_totals(audit: str, where: str) -> tuple[int, int]:
+    totals = re.match(r"\s*(\d+) of (\d+) images", audit)
+    if totals is None:
+        raise DataError(
             f"{where}: expected 'N of M images' in the column 'audit', found {audit[:40]!r}; change nothing but the "
             "answers"
         )
-    return int(found.group(1)), int(found.group(2))
+    return int(totals.group(1)), int(totals.group(2))
 
 
-def _id(row: int, cluster: int, drawn: int, images: int) -> str:
-    """Number of the row and a checksum; it starts with a letter, or a spreadsheet might make a date of it."""
-    checksum = zlib.crc32(f"{row} {cluster} {drawn} {images}".encode()) & 0xFFFF
+def _build_id(row: int, cluster: int, drawn: int, image_count: int) -> str:
+    """Return the row number with a checksum; it starts with a letter, or a spreadsheet might read it as a date."""
+    checksum = zlib.crc32(f"{row} {cluster} {drawn} {image_count}".encode()) & 0xFFFF
     return f"r{row}-{checksum:04x}"
 
 
-def _cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Names of the columns, and every line that is not empty with its number."""
-    text = _decode(_bytes(path), path)
+def _read_cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the column names, and every non-empty line with its number."""
+    text = _decode(_read_bytes(path), path)
     first = text.lstrip().partition("\n")[0]
     delimiter = max(DELIMITERS, key=first.count)
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
         lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
     except csv.Error as error:
-        raise UserError(f"{path} cannot be read as CSV ({error}); give the {FILE} of an audit") from error
+        raise DataError(f"{path} cannot be read as CSV ({error}); give the {FILE} of an audit") from error
     if not lines:
-        raise UserError(f"{path} is empty; {AGAIN}")
+        raise DataError(f"{path} is empty; {AGAIN}")
     header = [cell.strip().lower() for cell in lines[0][1]]
     # A spreadsheet may drop empty cells at the end of a line.
     return header, [(number, cells + [""] * (len(header) - len(cells))) for number, cells in lines[1:]]
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     file = path / FILE if path.is_dir() else path
     try:
         return file.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"cannot read {file} ({error.strerror or error}); give the {FILE} of an audit, with its answers"
-        ) from error
+        raise DataError(f"cannot read {file} ({error.strerror or error}); give the {FILE} of an audit") from error
 
 
 def _decode(data: bytes, path: Path) -> str:
     if data.startswith((b"PK", b"\xd0\xcf\x11\xe0")):
-        raise UserError(f"{path} is a workbook; save it as CSV in the spreadsheet program, and give that file")
+        raise DataError(f"{path} is a workbook; save it as CSV in the spreadsheet program and give that file")
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return data.decode("utf-16", "replace")
     # Only ids, numbers and answers matter here; a name or class in another encoding keeps apart what differs.

@@ -1,4 +1,4 @@
-"""The folder of an audit: audit.csv and audit.html, the page on which the images are answered."""
+"""The folder of an audit: audit.csv and audit.html, the page on which people answer."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError, OutputError
 from cdc_plugin.evaluation.audit.sample import draw_rows
-from cdc_plugin.evaluation.audit.sheet import FILE, sheet_bytes, sheet_rows
+from cdc_plugin.evaluation.audit.sheet import FILE, build_sheet, encode_sheet
 
 PAGE = "audit.html"
-MOST = 1000  # more make a page too large to send, and nobody answers them
+MOST = 1000  # more would make the page too large to send, and nobody answers them
 
 
 def check_audit(folder: Path, count: int, overwrite: bool) -> None:
-    """Refuse what cannot be written before anything is computed; no answers are lost by accident."""
+    """Refuse what cannot be written before anything is computed, and never overwrite answers by accident."""
     if not 1 <= count <= MOST:
-        raise UserError(f"--audit takes 1 to {MOST} images; found {count}; 100 tell the accuracy to within 10 points")
+        raise ConfigError(f"--audit takes 1 to {MOST} images, found {count}; 100 give the accuracy to within 10 points")
     blocking = next((place for place in (folder, *folder.parents) if place.exists()), None)
     if blocking is not None and not blocking.is_dir():
-        raise UserError(f"--out {folder} is or lies in a file; an audit takes a folder: give the path of one")
+        raise OutputError(f"--out {folder} is a file or lies in one; give the path of a folder")
     present = [path for path in (folder / FILE, folder / PAGE) if path.exists()]
     if present and not overwrite:
-        raise UserError(
-            f"{present[0]} is already there, perhaps with answers; give another --out, or --overwrite to replace it"
+        raise OutputError(
+            f"{present[0]} already exists, perhaps with answers; give another --out, or --overwrite to replace it"
         )
 
 
@@ -39,35 +39,26 @@ def write_audit(
     source: str,
     overwrite: bool,
 ) -> list[Path]:
-    """Draw ``count`` images of a table of predictions and write what it takes to answer them.
+    """Draw ``count`` images of a table of predictions, write sheet and page, and return their paths.
 
     Args:
-        read: gives the pixels (n, S, S, 3) of n rows of the table.
+        read: returns the pixels (n, S, S, 3) of n rows of the table.
         source: what was predicted, by which model; shown on the page and kept in the file.
-
-    Returns:
-        The files that were written.
     """
-    from cdc_plugin.evaluation.audit.page import (
-        audit_page,  # late, as below: torch comes with it, and refusals need none
-    )
+    # Late: these import torch, and refusals need none.
+    from cdc_plugin.data.atomic import write_atomically
+    from cdc_plugin.evaluation.audit.page import render_page
 
     check_audit(folder, count, overwrite)
     selected = table["selected"] if "selected" in (table.dtype.names or ()) else None
     rows = draw_rows(table["confidence"], selected, count, seed)
-    lines = sheet_rows(table, rows, source)
-    contents = [sheet_bytes(lines), audit_page(table, rows, lines, read, source).encode("utf-8", "replace")]
+    lines = build_sheet(table, rows, source)
+    contents = [encode_sheet(lines), render_page(table, rows, lines, read, source).encode("utf-8", "replace")]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder {folder}: {error.strerror}; give another --out") from error
+        raise OutputError(f"cannot create the folder {folder}: {error.strerror}; give another --out") from error
     paths = [folder / FILE, folder / PAGE]
     for path, content in zip(paths, contents, strict=True):
-        _write(path, content)
+        write_atomically(path, lambda temporary, content=content: temporary.write_bytes(content))
     return paths
-
-
-def _write(path: Path, content: bytes) -> None:
-    from cdc_plugin.data.atomic import write_atomically
-
-    write_atomically(path, lambda temporary: temporary.write_bytes(content))

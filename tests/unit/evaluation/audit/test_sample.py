@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from cdc_plugin.evaluation.audit.bounds import accuracy_at_least, accuracy_interval
-from cdc_plugin.evaluation.audit.sample import draw_rows, pivotal_sample
+from cdc_plugin.evaluation.audit.result import compute_accuracy_bound, compute_accuracy_interval
+from cdc_plugin.evaluation.audit.sample import draw_pivotal, draw_rows
 
 
 def exact_distribution(right: list[int] | np.ndarray, count: int) -> np.ndarray:
@@ -43,15 +43,15 @@ def chance_to_miss(right: list[int] | np.ndarray, count: int) -> tuple[float, fl
 @functools.cache
 def bounds_of(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The one-sided bound and both ends of the interval for 0 ... count right answers."""
-    ends = [accuracy_interval(right, count) for right in range(count + 1)]
-    least = [accuracy_at_least(right, count) for right in range(count + 1)]
+    ends = [compute_accuracy_interval(right, count) for right in range(count + 1)]
+    least = [compute_accuracy_bound(right, count) for right in range(count + 1)]
     return np.array(least), np.array(ends)[:, 0], np.array(ends)[:, 1]
 
 
 @pytest.mark.parametrize(("images", "count"), [(1, 1), (10, 1), (12, 4), (13, 4), (13, 12), (100, 99), (7, 7)])
 def test_so_many_different_images_are_drawn(images, count):
     for seed in range(20):
-        drawn = pivotal_sample(images, count, np.random.default_rng(seed))
+        drawn = draw_pivotal(images, count, np.random.default_rng(seed))
         assert len(drawn) == count == len(set(drawn.tolist()))
         assert set(drawn.tolist()) <= set(range(images))
 
@@ -75,7 +75,7 @@ def test_selected_images_are_drawn_by_their_share():
 
 
 def test_every_image_is_drawn_as_often_as_any_other_although_the_strata_have_no_whole_size():
-    draws = np.concatenate([pivotal_sample(7, 3, np.random.default_rng(seed)) for seed in range(4000)])
+    draws = np.concatenate([draw_pivotal(7, 3, np.random.default_rng(seed)) for seed in range(4000)])
     share = np.bincount(draws, minlength=7) / 4000
     assert np.abs(share - 3 / 7).max() < 4 * np.sqrt(3 / 7 * 4 / 7 / 4000)
 
@@ -96,7 +96,7 @@ def test_the_order_of_the_questions_tells_nothing_of_the_confidence():
 
 def test_the_exact_distribution_is_that_of_the_draw():
     right = np.array([1, 0, 0, 1, 1, 0, 1])
-    counts = [right[pivotal_sample(7, 3, np.random.default_rng(seed))].sum() for seed in range(4000)]
+    counts = [right[draw_pivotal(7, 3, np.random.default_rng(seed))].sum() for seed in range(4000)]
     found = np.bincount(counts, minlength=4) / 4000
     assert np.abs(found - exact_distribution(right, 3)).max() < 0.03
 
@@ -134,8 +134,8 @@ def test_bounds_hold_in_simulated_audits_also_for_the_selected_images():
     for seed in range(400):
         drawn = draw_rows(confidence, selected, 40, seed)
         kept = drawn[selected[drawn]]
-        missed += accuracy_at_least(int(right[drawn].sum()), 40) > right.mean()
-        missed_selected += accuracy_at_least(int(right[kept].sum()), len(kept)) > right[selected].mean()
+        missed += compute_accuracy_bound(int(right[drawn].sum()), 40) > right.mean()
+        missed_selected += compute_accuracy_bound(int(right[kept].sum()), len(kept)) > right[selected].mean()
     assert missed / 400 <= 0.05
     assert missed_selected / 400 <= 0.05
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.audit.sheet import read_sheet, sheet_bytes, sheet_rows
+from cdc_plugin.evaluation.audit.sheet import build_sheet, encode_sheet, read_sheet
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def table() -> np.recarray:
 
 @pytest.fixture
 def lines(table) -> list[list[str]]:
-    return sheet_rows(table, np.array([5, 2, 7]), "photos by\nmodel; a")
+    return build_sheet(table, np.array([5, 2, 7]), "photos by\nmodel; a")
 
 
 def refusal(path: Path, text: str | bytes) -> str:
@@ -49,14 +49,14 @@ def test_the_columns_are_these(lines):
 def test_images_without_a_path_go_by_their_index_and_nothing_need_be_selected():
     columns = [np.array(["0", "1"], dtype=object), np.array([0, 1]), np.array([0.5, 0.6])]
     table = np.rec.fromarrays(columns, names=["index", "cluster", "confidence"])
-    assert sheet_rows(table, np.array([1]), "x")[0] == ["id", "index", "cluster", "answer", "confidence", "audit"]
+    assert build_sheet(table, np.array([1]), "x")[0] == ["id", "index", "cluster", "answer", "confidence", "audit"]
 
 
 def test_what_was_written_is_read(tmp_path, lines):
     path = tmp_path / "audit.csv"
-    path.write_bytes(sheet_bytes(lines))
+    path.write_bytes(encode_sheet(lines))
     sheet = read_sheet(path)
-    assert (sheet.drawn, sheet.images, sheet.source) == (3, 8, "photos by model; a")
+    assert (sheet.drawn, sheet.image_count, sheet.source) == (3, 8, "photos by model; a")
     assert [(row.cluster, row.confidence, row.selected, row.answer) for row in sheet.rows] == [
         (2, 0.8, True, ""),
         (2, 0.5, False, ""),
@@ -67,7 +67,7 @@ def test_what_was_written_is_read(tmp_path, lines):
 
 def test_names_that_are_no_valid_text_keep_their_bytes(table):
     table["path"][5] = "caf\udce9.png"
-    assert b"caf\xe9.png" in sheet_bytes(sheet_rows(table, np.array([5]), "x"))
+    assert b"caf\xe9.png" in encode_sheet(build_sheet(table, np.array([5]), "x"))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
@@ -78,7 +78,7 @@ def test_spreadsheets_may_choose_separators_line_ends_and_encodings(tmp_path, li
     path.write_bytes(as_text(lines, **options).encode(encoding))
     sheet = read_sheet(path)
     assert [row.answer for row in sheet.rows] == ["Yes", "", ""]
-    assert sheet.images == 8
+    assert sheet.image_count == 8
 
 
 def test_a_decimal_comma_empty_lines_and_shorter_numbers_are_read(tmp_path, lines):
@@ -131,5 +131,5 @@ def test_a_row_that_comes_twice_is_refused(tmp_path, lines):
 
 
 def test_rows_of_two_audits_are_refused(tmp_path, table, lines):
-    other = sheet_rows(table, np.array([1, 3]), "photos")
+    other = build_sheet(table, np.array([1, 3]), "photos")
     assert "2 audits" in refusal(tmp_path / "x.csv", as_text([*lines, *other[1:]]))

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.audit.page import typical_rows
-from cdc_plugin.evaluation.audit.read import read_answers
+from cdc_plugin.evaluation.audit.page import find_typical_rows
 from cdc_plugin.evaluation.audit.sheet import read_sheet
 from cdc_plugin.evaluation.audit.write import check_audit, write_audit
 
@@ -53,7 +52,7 @@ def test_two_files_are_written(tmp_path):
     assert [path.name for path in written] == ["audit.csv", "audit.html"]
     assert sorted(path.name for path in (tmp_path / "new" / "audit").iterdir()) == ["audit.csv", "audit.html"]
     sheet = read_sheet(written[0])
-    assert (len(sheet.rows), sheet.drawn, sheet.images, sheet.source) == (10, 10, 50, "photos by model")
+    assert (len(sheet.rows), sheet.drawn, sheet.image_count, sheet.source) == (10, 10, 50, "photos by model")
 
 
 def test_the_page_shows_the_drawn_images_beside_the_surest_of_their_cluster(tmp_path):
@@ -66,16 +65,16 @@ def test_the_page_shows_the_drawn_images_beside_the_surest_of_their_cluster(tmp_
         assert question["cluster"] == row.cluster == table["cluster"][number]
         assert number not in question["typical"]
         assert len(question["typical"]) >= found["shown"] == 8
-        assert all(table["cluster"][each] == row.cluster for each in question["typical"])
-        assert all(abs(grey(found["pictures"][str(each)]) - each) <= 2 for each in question["typical"])
+        assert all(table["cluster"][other] == row.cluster for other in question["typical"])
+        assert all(abs(grey(found["pictures"][str(other)]) - other) <= 2 for other in question["typical"])
 
 
 def test_typical_images_are_the_surest():
     table = predictions(60, 3)
-    chosen = typical_rows(table, 1, 5)
+    chosen = find_typical_rows(table, 1, 5)
     others = [row for row in range(60) if table["cluster"][row] == 1 and row not in chosen]
     assert table["confidence"][chosen].min() >= table["confidence"][others].max()
-    assert len(typical_rows(table, 1, 100)) == 20
+    assert len(find_typical_rows(table, 1, 100)) == 20
 
 
 def test_an_image_alone_in_its_cluster_has_nothing_beside_it(tmp_path):
@@ -118,25 +117,19 @@ def test_the_same_seed_writes_the_same_files(tmp_path):
 
 def test_answers_are_not_overwritten_by_accident(tmp_path):
     write_audit(tmp_path, predictions(50, 3), 10, 0, shades, "x", False)
-    with pytest.raises(UserError, match="already there, perhaps with answers"):
+    with pytest.raises(UserError, match="perhaps with answers"):
         write_audit(tmp_path, predictions(50, 3), 10, 1, shades, "x", False)
     before = (tmp_path / "audit.csv").read_bytes()
     write_audit(tmp_path, predictions(50, 3), 10, 1, shades, "x", True)
     assert (tmp_path / "audit.csv").read_bytes() != before
 
 
-def test_what_cannot_end_well_is_refused_beforehand(tmp_path):
+def test_counts_out_of_range_and_files_as_folders_are_refused(tmp_path):
     for count in (0, -3, 1001):
-        with pytest.raises(UserError, match=f"takes 1 to 1000 images; found {count}"):
+        with pytest.raises(UserError, match=f"takes 1 to 1000 images, found {count}"):
             check_audit(tmp_path / "new", count, False)
     (tmp_path / "file").write_text("x")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match="is or lies in a file"):
+        with pytest.raises(UserError, match="is a file or lies in one"):
             check_audit(folder, 10, False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_fresh_audit_has_no_answers_yet(tmp_path):
-    write_audit(tmp_path, predictions(50, 3), 10, 0, shades, "x", False)
-    with pytest.raises(UserError, match="holds no answers"):
-        read_answers(tmp_path)
