@@ -20,7 +20,7 @@ from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.outputs import predict
-from cdc_plugin.evaluation.prediction_table import prediction_table, write_table
+from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import SNAPSHOT_EPOCHS, Evidence, assess, predict_augmented, watch, watched
 from cdc_plugin.evaluation.report_record import Report, measure, old_record, trusted_samples
 from cdc_plugin.models.architectures import build
@@ -313,7 +313,7 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
         metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
     outlier = distance > model.prototypes.limit
     more = {"trusted": trusted_samples(calibration), "distance": distance, "outlier": outlier}
-    table = prediction_table(images.names, clustering, calibration, more)
+    table = build_prediction_table(images.names, clustering, calibration, more)
     if not distributed.main:
         return Report(metrics, table, folder)
     model.save(folder, provenance(config, images, card))

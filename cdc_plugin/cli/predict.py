@@ -95,9 +95,8 @@ def _predict(options: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":  # torchrun ends the others, and one says why
         _check(options)
     from cdc_plugin.evaluation.models import open_model
-    from cdc_plugin.evaluation.part_files import parts_beside, remove_parts
     from cdc_plugin.evaluation.predict import prepare
-    from cdc_plugin.evaluation.predict_resume import predict_in_parts
+    from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts, remove_parts
     from cdc_plugin.training.device import choose_device
     from cdc_plugin.training.distributed import joined
     from cdc_plugin.training.progress import log, progress
@@ -107,7 +106,7 @@ def _predict(options: argparse.Namespace) -> None:
         device = choose_device(options.device)
         return subject, prepare(subject.model, options.data, device, options.batch_size)
 
-    folder = parts_beside(Path(options.out))
+    folder = choose_parts_folder(Path(options.out))
     with joined() as distributed:
         if not distributed.main:
             log.setLevel("ERROR")  # what is to be said of model and images is said once
@@ -192,15 +191,15 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
 def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]]) -> None:
     from cdc_plugin.data.stream import read_images
     from cdc_plugin.evaluation.audit.write import write_audit
-    from cdc_plugin.evaluation.prediction_table import one_table
+    from cdc_plugin.evaluation.prediction_table import concatenate_tables
 
     folder = Path(options.out)
     files = write_audit(
         folder,
-        one_table(found.tables(**more)),
+        concatenate_tables(found.tables(**more)),
         options.audit,
         options.seed,
-        lambda rows: read_images(options.data, AUDIT_SIDE, found.places[rows]),
+        lambda rows: read_images(options.data, AUDIT_SIDE, found.positions[rows]),
         f"{found.source} by {options.model}",
         options.overwrite,
     )

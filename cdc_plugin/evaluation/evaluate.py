@@ -31,7 +31,7 @@ from cdc_plugin.evaluation.outputs import (
     run_model,
     score_outside,
 )
-from cdc_plugin.evaluation.prediction_table import outlier_columns, prediction_table, write_table
+from cdc_plugin.evaluation.prediction_table import build_prediction_table, compute_outlier_columns, write_table
 from cdc_plugin.evaluation.report_record import Report, trusted_samples
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.of_evaluation import (
@@ -180,8 +180,8 @@ def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
     }
     more = {"trusted": trusted_samples(answers.calibration)}
     if model.prototypes is not None:
-        more |= outlier_columns(model.prototypes, answers.features)
-    table = prediction_table(images.names, answers.clustering, answers.calibration, more)
+        more |= compute_outlier_columns(model.prototypes, answers.features)
+    table = build_prediction_table(images.names, answers.clustering, answers.calibration, more)
     command = _command(subject, task)
     findings = findings_of_evaluation(subject, run, metrics, table, answers.calibration, images, command)
     folder.mkdir(exist_ok=True)

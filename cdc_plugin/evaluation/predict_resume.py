@@ -1,79 +1,200 @@
-"""Prediction of many images in parts, which several processes share and which survive a fault."""
+"""Predict many images in parts, which several processes share and which survive a crash.
+
+Finished parts lie in a hidden folder beside the output, one file per part, written atomically. The name of a file holds
+a digest of everything the part depends on, so that parts of another model or of other images are never mixed in.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import zipfile
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from cdc_plugin import __version__
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import CHUNK, Progress
 from cdc_plugin.data.sources.base import ImageSource, digest_of
 from cdc_plugin.data.sources.rows import in_blocks
 from cdc_plugin.data.stream import ImageStream
-from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.part_files import PartFolder
-from cdc_plugin.evaluation.predict import Prediction, Predictor
+from cdc_plugin.errors import OutputError, UserError
+from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor
 from cdc_plugin.models.clusterer import Clusterer, prototype_tensors
 from cdc_plugin.training.distributed import Distributed
+from cdc_plugin.training.progress import log
 
-# Images that a fault can cost, and that a process takes at once. A multiple of the usual batch sizes: the batches,
-# and with them the last bits of the numbers, are then those of images in one piece.
+# Images that a crash can cost, and that a process takes at once. A multiple of the usual batch sizes: batches, and
+# with them the last bits of the numbers, are then the same as without parts.
 PART = 8192
+INPUTS = "inputs.json"
+DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def predict_in_parts(
     predictor: Predictor, folder: Path, distributed: Distributed, progress: Progress | None = None
 ) -> Prediction | None:
-    """The same by all processes of a distributed; parts that an interrupted run has finished are not computed again.
+    """Predict with all processes; parts that an interrupted run finished are not computed again.
 
     Args:
-        folder: where finished parts are kept, for the caller to remove; a single part is not.
+        folder: where finished parts are kept, for the caller to remove; a single part is not written.
 
     Returns:
         The prediction in the main process, None in the others.
     """
-    stream = predictor.stream
-    pieces = list(in_blocks(range(len(stream)), PART))
-    if len(pieces) == 1:
-        return predictor.prediction(list(predictor.parts(pieces, progress))) if distributed.main else None
-    kept = PartFolder(folder, len(pieces), fingerprint(predictor))
-    if distributed.broadcast_from_main(lambda: kept.about) != kept.about:
+    ranges = list(in_blocks(range(len(predictor.stream)), PART))
+    if len(ranges) == 1:
+        return predictor.collect(list(predictor.predict_parts(ranges, progress))) if distributed.main else None
+    parts = PartFolder(folder, len(ranges), describe_inputs(predictor))
+    if distributed.broadcast_from_main(lambda: parts.inputs) != parts.inputs:
         raise UserError(
-            f"process {distributed.rank} found another model or other images than process 0; "
-            "--model and --data must name the same files on all machines"
+            f"process {distributed.rank} has another model or other images than process 0; --model and --data must "
+            "name the same files on all machines"
         )
-    finished = set(distributed.broadcast_from_main(kept.resume))
-    missing = [number for number in range(len(pieces)) if number not in finished]
+    finished = set(distributed.broadcast_from_main(parts.resume))
+    missing = [number for number in range(len(ranges)) if number not in finished]
     mine = missing[distributed.rank :: distributed.size]
-    parts = predictor.parts([pieces[number] for number in mine], progress if distributed.main else None)
-    for number, part in zip(mine, parts, strict=True):
-        kept.save(number, part)
+    computed = predictor.predict_parts([ranges[number] for number in mine], progress if distributed.main else None)
+    for number, part in zip(mine, computed, strict=True):
+        parts.save(number, part)
     distributed.wait()
-    return predictor.prediction(kept) if distributed.main else None
+    return predictor.collect(parts) if distributed.main else None
 
 
-def fingerprint(predictor: Predictor) -> dict[str, str | int]:
-    """All that a part depends on; a batch size and a device change no more than the last bits."""
-    model, stream = predictor.model, predictor.stream
+def choose_parts_folder(out: Path) -> Path:
+    """Return where the parts of an output are kept until it is written.
+
+    >>> choose_parts_folder(Path("/tmp/new.csv")).name
+    '.new.csv.parts'
+    """
+    out = out.absolute()
+    return out.parent / f".{out.name}.parts"
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove all parts once the output is written."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class PartFolder:
+    """The parts of one prediction, read from disk whenever they are iterated.
+
+    Args:
+        count: of all parts.
+        inputs: what the parts depend on.
+    """
+
+    path: Path
+    count: int
+    inputs: dict[str, str | int]
+
+    def __iter__(self) -> Iterator[PredictionPart]:
+        return (self.load(number) for number in range(self.count))
+
+    def file(self, number: int) -> Path:
+        digest = digest_of([json.dumps(self.inputs, sort_keys=True)])
+        return self.path / f"{number:06d}-{digest}.npz"
+
+    def resume(self) -> list[int]:
+        """Return the finished parts and remove every other file; only one process may call it."""
+        if not self.path.is_dir():
+            return []
+        finished = [number for number in range(self.count) if self._is_readable(number)]
+        keep = {self.file(number).name for number in finished} | {INPUTS}
+        others = [file for file in self.path.iterdir() if file.name not in keep]
+        for file in others:
+            file.unlink(missing_ok=True)
+        discarded = sum(not file.name.startswith(".") and file.suffix == ".npz" for file in others)
+        if discarded:
+            log.warning("%d finished parts in %s are not used: %s", discarded, self.path, self._explain_discard())
+        if finished:
+            log.warning("resuming: %d of %d parts are finished (%s)", len(finished), self.count, self.path)
+        return finished
+
+    def save(self, number: int, part: PredictionPart) -> None:
+        """Keep a part; any process may call it."""
+        skipped = np.frombuffer(json.dumps(part.skipped).encode(), np.uint8)
+        arrays = {f"column {name}": values for name, values in part.columns.items()}
+
+        def write(temporary: Path) -> None:
+            with open(temporary, "wb") as file:
+                np.savez(file, positions=part.positions, skipped=skipped, **arrays)  # type: ignore[arg-type]
+
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot create the folder {self.path}: {error.strerror}; give another --out") from error
+        if self._read_inputs() != self.inputs:
+            text = json.dumps(self.inputs, indent=2) + "\n"
+            write_atomically(self.path / INPUTS, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_atomically(self.file(number), write)
+
+    def load(self, number: int) -> PredictionPart:
+        """Read a part that was saved.
+
+        Raises:
+            OutputError: it is missing or damaged.
+        """
+        try:
+            return self._read(number)
+        except DAMAGED as error:
+            raise OutputError(
+                f"part {number + 1} of {self.count} cannot be read from {self.path} ({error}); run the same command "
+                "again; with several machines, --out must be on a disk that all of them share"
+            ) from error
+
+    def _read(self, number: int) -> PredictionPart:
+        with open(self.file(number), "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            columns = {
+                name.removeprefix("column "): arrays[name] for name in arrays.files if name.startswith("column ")
+            }
+            skipped = [(int(position), str(reason)) for position, reason in json.loads(arrays["skipped"].tobytes())]
+            return PredictionPart(arrays["positions"], columns, skipped)
+
+    def _is_readable(self, number: int) -> bool:
+        try:
+            self._read(number)
+        except DAMAGED:  # a file system that lost its last writes in a power failure
+            return False
+        return True
+
+    def _read_inputs(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.path / INPUTS).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _explain_discard(self) -> str:
+        earlier = self._read_inputs()
+        changed = [name for name in self.inputs if earlier.get(name) != self.inputs[name]]
+        return f"{' and '.join(changed)} changed" if changed else "they are damaged"
+
+
+def describe_inputs(predictor: Predictor) -> dict[str, str | int]:
+    """Return everything that a part depends on; batch size and device change no more than the last bits."""
     return {
         "program": __version__,
-        "model": _digest_of_model(model),
-        "data": _digest_of_data(stream),
-        "images": len(stream),
-        "images a part": PART,
+        "model": _hash_model(predictor.model),
+        "data": _hash_data(predictor.stream),
+        "images": len(predictor.stream),
+        "images per part": PART,
     }
 
 
-def _digest_of_model(model: Clusterer) -> str:
-    def described() -> Iterator[str | bytes]:
+def _hash_model(model: Clusterer) -> str:
+    def describe() -> Iterator[str | bytes]:
         backbone, tensors = model.backbone, dict(model.state_dict())
         if model.prototypes is not None:
             tensors |= prototype_tensors(model.prototypes)
-        # Networks differ in more than their weights: in a padding, say.
+        # Networks differ in more than their weights, in a padding for example.
         yield re.sub(r" at 0x[0-9a-f]+", "", repr(model))
         yield repr((backbone.input_size, backbone.mean.tolist(), backbone.std.tolist()))
         yield repr([head.spec for head in (model.clustering_head, model.calibration_head)])
@@ -81,10 +202,10 @@ def _digest_of_model(model: Clusterer) -> str:
             yield name
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
-    return digest_of(described())
+    return digest_of(describe())
 
 
-def _digest_of_data(stream: ImageStream) -> str:
+def _hash_data(stream: ImageStream) -> str:
     source = stream.source
     if isinstance(source, ImageSource):
         return source.digest

@@ -1,4 +1,4 @@
-"""The table of predictions: one row an image, as a record array and as CSV."""
+"""The table of predictions, one row per image, as a record array and as CSV."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from torch import Tensor
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import write_atomically
 
-BLOCK = 8192  # rows that are turned into text at once
+BLOCK = 8192  # rows that are formatted at once
 
 
-def prediction_table(
+def build_prediction_table(
     names: Sequence[str],
     clustering: NDArray[np.float32],
     calibration: NDArray[np.float32],
     more: Mapping[str, NDArray[Any]] | None = None,
 ) -> np.recarray:
-    """One row an image, from the probabilities (N, C) of both heads; ``more`` columns come last."""
-    return make_table(names, {**prediction_columns(clustering, calibration), **(more or {})})
+    """Build one row per image from the probabilities (N, C) of both heads; ``more`` columns come last.
+
+    >>> probabilities = np.array([[0.25, 0.75], [0.5, 0.5]], dtype=np.float32)
+    >>> table = build_prediction_table(["a.png", "b.png"], probabilities, probabilities)
+    >>> table["cluster"].tolist(), table["confidence"].tolist()
+    ([1, 0], [0.75, 0.5])
+    """
+    return build_table(names, {**compute_prediction_columns(clustering, calibration), **(more or {})})
 
 
-def prediction_columns(
+def compute_prediction_columns(
     clustering: NDArray[np.float32], calibration: NDArray[np.float32]
 ) -> dict[str, NDArray[np.generic]]:
-    """What is kept of the probabilities (N, C): the first two clusters of the calibration head, and how sure.
+    """Return the two most likely clusters of the calibration head and the confidences, from probabilities (N, C).
 
     Of two clusters with the same probability the one with the lower number comes first.
     """
@@ -45,44 +51,47 @@ def prediction_columns(
     }
 
 
-def make_table(
-    names: Sequence[str], columns: Mapping[str, NDArray[Any]], name_column: str | None = None
-) -> np.recarray:
-    """The names and columns as one table, the first column called as `name_column_of` says unless it is given."""
-    texts = np.array(names, dtype=object)
-    header = [name_column or name_column_of(names), *columns]
-    return np.rec.fromarrays([texts, *columns.values()], names=header)  # type: ignore[call-overload]
-
-
-def name_column_of(names: Iterable[str]) -> str:
-    """``index`` where images have no path of their own, else ``path``."""
-    return "index" if all(name.isdigit() for name in names) else "path"
-
-
-def with_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recarray:
-    """The table with one more column at its end."""
-    old = table.dtype.names or ()
-    return np.rec.fromarrays([*(table[each] for each in old), values], names=[*old, name])  # type: ignore[call-overload]
-
-
-def one_table(parts: Iterable[np.recarray]) -> np.recarray:
-    """Tables with the same columns one below the other."""
-    return np.concatenate(list(parts)).view(np.recarray)
-
-
-def outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArray[Any]]:
-    """How far images with these features (N, D) lie from what is typical, and which lie beyond the limit."""
+def compute_outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArray[Any]]:
+    """Return how far images with these features (N, D) are from typical ones, and which exceed the limit."""
     distance = prototypes.distance(features).cpu().numpy()
     return {"distance": distance, "outlier": distance > prototypes.limit}
 
 
+def build_table(
+    names: Sequence[str], columns: Mapping[str, NDArray[Any]], name_column: str | None = None
+) -> np.recarray:
+    """Return names and columns as one table; the first column is called as `choose_name_column` says by default."""
+    header = [name_column or choose_name_column(names), *columns]
+    return np.rec.fromarrays([np.array(names, dtype=object), *columns.values()], names=header)  # type: ignore[call-overload]
+
+
+def choose_name_column(names: Iterable[str]) -> str:
+    """Return ``index`` where images are only numbered, else ``path``.
+
+    >>> choose_name_column(["0", "1"]), choose_name_column(["cats/0.png", "1"])
+    ('index', 'path')
+    """
+    return "index" if all(name.isdigit() for name in names) else "path"
+
+
+def add_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recarray:
+    """Return the table with one more column at its end."""
+    columns = table.dtype.names or ()
+    return np.rec.fromarrays([*(table[column] for column in columns), values], names=[*columns, name])  # type: ignore[call-overload]
+
+
+def concatenate_tables(tables: Iterable[np.recarray]) -> np.recarray:
+    """Return tables with the same columns as one."""
+    return np.concatenate(list(tables)).view(np.recarray)
+
+
 def write_table(path: Path, table: np.recarray) -> None:
-    """The table as CSV (UTF-8, a header, numbers with 6 decimals, yes and no as 1 and 0)."""
+    """Write the table as CSV (UTF-8, with a header, numbers with 6 decimals, true and false as 1 and 0)."""
     write_tables(path, [table])
 
 
 def write_tables(path: Path, tables: Iterable[np.recarray]) -> None:
-    """Tables with the same columns as one CSV, as `write_table` does; one after the other is in memory."""
+    """Write tables with the same columns as one CSV, as `write_table` does, with one table in memory at a time."""
 
     def write(temporary: Path) -> None:
         # File names need not be valid UTF-8; their bytes are written as they are.
@@ -93,12 +102,12 @@ def write_tables(path: Path, tables: Iterable[np.recarray]) -> None:
                     writer.writerow(table.dtype.names or ())
                 for start in range(0, len(table), BLOCK):
                     rows = table[start : start + BLOCK].tolist()
-                    writer.writerows([_cell(value) for value in row] for row in rows)
+                    writer.writerows([_format(value) for value in row] for row in rows)
 
     write_atomically(path, write)
 
 
-def _cell(value: Any) -> Any:
+def _format(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
     return f"{value:.6f}" if isinstance(value, float) else value

@@ -17,20 +17,19 @@ from tests.helpers import ROOT
 # ``-m cdc_plugin predict ...`` with small parts; where told so, the second process dies instead of keeping its second.
 DRIVER = """
 import os, signal, sys
-from cdc_plugin.evaluation import part_files
-from cdc_plugin.evaluation import predict_resume as prediction_parts
+from cdc_plugin.evaluation import predict_resume
 from cdc_plugin.__main__ import choose
 
-prediction_parts.PART = 16
+predict_resume.PART = 16
 saved = []
-save = part_files.PartFolder.save
+save = predict_resume.PartFolder.save
 
 def saving(*arguments):
     if sys.argv[1] == "dies" and os.environ["RANK"] == "1" and saved:
         os.kill(os.getpid(), signal.SIGKILL)
     saved.append(save(*arguments))
 
-part_files.PartFolder.save = saving
+predict_resume.PartFolder.save = saving
 command, rest = choose(sys.argv[2:])
 command(rest)
 """
@@ -91,7 +90,7 @@ def test_a_process_dies_and_another_number_of_processes_goes_on(tmp_path, model,
     assert_as_one_process(out, tiny_clusterer, photos)
     assert len(done.stdout.splitlines()) == 1  # one process speaks
     assert done.stdout.startswith("116 images, mean confidence")
-    assert done.stderr.count(f"going on: {finished} of 8 parts are finished") == 1
+    assert done.stderr.count(f"resuming: {finished} of 8 parts are finished") == 1
     assert done.stderr.count("skipped image 050.png") == 1
     assert not (tmp_path / ".new.csv.parts").exists()
 

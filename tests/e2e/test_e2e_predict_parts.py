@@ -17,12 +17,11 @@ from tests.helpers import ROOT
 DRIVER = """
 import os, signal, sys
 import numpy as np
-from cdc_plugin.evaluation import part_files
-from cdc_plugin.evaluation import predict_resume as prediction_parts
+from cdc_plugin.evaluation import predict_resume
 from cdc_plugin.evaluation import prediction_table as tables
 from cdc_plugin.cli.predict import predict_command
 
-prediction_parts.PART = 16
+predict_resume.PART = 16
 moment, count = sys.argv[1], int(sys.argv[2])
 calls = []
 
@@ -38,13 +37,13 @@ def ending(function, number):
     return ends
 
 if moment == "between parts":
-    part_files.PartFolder.save = ending(part_files.PartFolder.save, signal.SIGKILL)
+    predict_resume.PartFolder.save = ending(predict_resume.PartFolder.save, signal.SIGKILL)
 elif moment == "writing a part":
     np.savez = ending(np.savez, signal.SIGKILL)
 elif moment == "writing the table":
-    tables._cell = ending(tables._cell, signal.SIGKILL)
+    tables._format = ending(tables._format, signal.SIGKILL)
 elif moment == "told to end":
-    part_files.PartFolder.save = ending(part_files.PartFolder.save, signal.SIGTERM)
+    predict_resume.PartFolder.save = ending(predict_resume.PartFolder.save, signal.SIGTERM)
 predict_command(sys.argv[3:])
 """
 
@@ -72,7 +71,7 @@ def parts_of(out: Path) -> list[Path]:
     return sorted((out.parent / f".{out.name}.parts").glob("[!.]*.npz"))
 
 
-def test_whatever_kills_it_the_same_command_goes_on(tmp_path, words):
+def test_the_same_command_resumes_after_any_kill(tmp_path, words):
     out, whole = tmp_path / "new.csv", tmp_path / "whole.csv"
     assert predict(tmp_path, "never", 0, *words, "--out", whole).returncode == 0
     left = []
@@ -84,10 +83,8 @@ def test_whatever_kills_it_the_same_command_goes_on(tmp_path, words):
         assert done.returncode == ended, (moment, done.stderr)
         left.append(len(parts_of(out)))
         if moment == "told to end":
-            assert "going on: 3 of 10 parts are finished" in done.stderr.splitlines()[0]
-            assert done.stderr.splitlines()[1:] == [
-                "cdc-predict: stopped by SIGTERM; the same command goes on after the last finished part"
-            ]
+            assert "resuming: 3 of 10 parts are finished" in done.stderr.splitlines()[0]
+            assert done.stderr.splitlines()[1].startswith("cdc-predict: stopped by SIGTERM")
     assert left == [2, 3, 5, 10]
     done = predict(tmp_path, "never", 0, *words, "--out", out)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import prediction_table, with_column
+from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
 from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.report.page_data import ComparedModel, PageData
 from cdc_plugin.report.run_page import write_comparison, write_page
@@ -52,7 +52,7 @@ def findings_of(pixels: np.ndarray, labels: np.ndarray | None, clusters: int, na
         rows=[("k-means on the features", {"ACC": 0.5}, {"ACC": 0.6}), ("calibration head", figures, figures)],
         diagrams=[("calibration head", figures), ("clustering head", figures)],
         label_free={**card, "warnings": [{"kind": "empty", "text": "A cluster is empty."}]},
-        table=with_column(prediction_table(names, probs, probs), "outlier", np.arange(len(pixels)) < 3),
+        table=add_column(build_prediction_table(names, probs, probs), "outlier", np.arange(len(pixels)) < 3),
         probs=probs,
         images=ImageSet(pixels, names, labels, skipped=[(name, "truncated")] * 300),
         history=[

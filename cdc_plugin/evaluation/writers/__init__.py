@@ -118,7 +118,7 @@ def write_parts(to: str, out: Path, parts: Iterable[np.recarray], source: str | 
         return [out]
     if to == "parquet":
         return parquet.write(out, parts)
-    return write(to, out, tables.one_table(parts), source)
+    return write(to, out, tables.concatenate_tables(parts), source)
 
 
 def advice(to: str, out: Path, source: str | Path) -> str | None:

@@ -157,11 +157,11 @@ def test_a_table_that_cannot_be_written_leaves_the_parts_for_the_next_time(
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as fault:
-        fault.setattr(tables, "_cell", full)
+        fault.setattr(tables, "_format", full)
         assert "no space left while writing" in refuse(capsys, *words, "--device", "cpu")
     assert len(list((tmp_path / ".new.csv.parts").glob("*.npz"))) == 4
     with monkeypatch.context() as fault:
-        fault.setattr(prediction, "_columns", full)  # nothing is computed again
+        fault.setattr(prediction, "_compute_columns", full)  # nothing is computed again
         sort(capsys, *words, "--min-confidence", 0.9)
     assert len(rows_of(tmp_path / "new.csv")) == 30
     assert not (tmp_path / ".new.csv.parts").exists()
@@ -189,7 +189,7 @@ def test_images_to_check_by_hand_are_written_and_their_answers_read(capsys, mode
     lines = sort(capsys, *words)
     assert lines[0].startswith("12 of 30 images to check by hand")
     assert {path.name for path in folder.iterdir()} == {"audit.csv", "audit.html"}
-    assert "already there" in refuse(capsys, *words)
+    assert "--overwrite" in refuse(capsys, *words)
     sheet = folder / "audit.csv"
     rows = rows_of(sheet)
     with open(sheet, "w", encoding="utf-8", newline="") as file:

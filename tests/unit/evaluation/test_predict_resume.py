@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +16,16 @@ import torch
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
-from cdc_plugin.evaluation import predict_resume as prediction_parts
-from cdc_plugin.evaluation.predict import Prediction, Predictor, predict_images, prepare
-from cdc_plugin.evaluation.predict_resume import fingerprint, predict_in_parts
+from cdc_plugin.evaluation import predict_resume
+from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor, predict_images, prepare
+from cdc_plugin.evaluation.predict_resume import (
+    INPUTS,
+    PartFolder,
+    choose_parts_folder,
+    describe_inputs,
+    predict_in_parts,
+    remove_parts,
+)
 from cdc_plugin.training.distributed import SINGLE, Distributed
 
 CPU = torch.device("cpu")
@@ -23,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(prediction_parts, "PART", 8)
+    monkeypatch.setattr(predict_resume, "PART", 8)
 
 
 @pytest.fixture
@@ -45,13 +55,13 @@ def kept(tmp_path) -> Path:
 def computed(monkeypatch) -> list[int]:
     """How many images each call of the network had."""
     calls: list[int] = []
-    compute = prediction._columns
+    compute = prediction._compute_columns
 
     def counted(model, squares, *rest):
         calls.append(len(squares))
         return compute(model, squares, *rest)
 
-    monkeypatch.setattr(prediction, "_columns", counted)
+    monkeypatch.setattr(prediction, "_compute_columns", counted)
     return calls
 
 
@@ -63,14 +73,14 @@ def assert_same(found: Prediction | None, expected: Prediction) -> None:
             np.testing.assert_allclose(found.table[name], expected.table[name], atol=1e-6)
         else:
             assert found.table[name].tolist() == expected.table[name].tolist()
-    assert found.places.tolist() == expected.places.tolist()
+    assert found.positions.tolist() == expected.positions.tolist()
     assert found.skipped == expected.skipped
     assert found.source == expected.source
 
 
 def interrupt(monkeypatch, after: int) -> None:
     """Let the process end while the network computes, after so many calls."""
-    compute, calls = prediction._columns, []
+    compute, calls = prediction._compute_columns, []
 
     def interrupted(*arguments):
         if len(calls) == after:
@@ -78,7 +88,7 @@ def interrupt(monkeypatch, after: int) -> None:
         calls.append(1)
         return compute(*arguments)
 
-    monkeypatch.setattr(prediction, "_columns", interrupted)
+    monkeypatch.setattr(prediction, "_compute_columns", interrupted)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 256])
@@ -117,7 +127,7 @@ def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, comput
     assert computed == []
 
 
-def test_another_model_other_images_or_another_part_size_begin_anew(
+def test_another_model_other_images_or_another_part_size_start_over(
     predictor, photos, kept, computed, monkeypatch, caplog
 ):
     def images_computed(predictor: Predictor) -> int:
@@ -134,17 +144,17 @@ def test_another_model_other_images_or_another_part_size_begin_anew(
     (photos / "image 003.png").unlink()
     assert images_computed(prepare(other, photos, CPU, 4)) == 29
     assert "data and images changed" in caplog.text
-    monkeypatch.setattr(prediction_parts, "PART", 12)
+    monkeypatch.setattr(predict_resume, "PART", 12)
     assert images_computed(prepare(other, photos, CPU, 4)) == 29
     assert len(list(kept.glob("*.npz"))) == 3
 
 
-def test_all_that_changes_a_prediction_changes_the_fingerprint_of_the_model(predictor, digits):
+def test_all_that_changes_a_prediction_changes_the_digest_of_the_model(predictor, digits):
     def digest(**changes: Any) -> str | int:
         model = copy.deepcopy(predictor.model)
         for name, value in changes.items():
             setattr(model.backbone if hasattr(model.backbone, name) else model, name, value)
-        return fingerprint(Predictor(model, predictor.stream, predictor.settings, CPU, 4))["model"]
+        return describe_inputs(Predictor(model, predictor.stream, predictor.settings, CPU, 4))["model"]
 
     unit = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=1.0)
     found = [
@@ -162,7 +172,7 @@ def test_all_that_changes_a_prediction_changes_the_fingerprint_of_the_model(pred
 
 def test_arrays_and_array_files_are_told_apart_by_their_content(tiny_clusterer, digits, tmp_path):
     def digest(data: object) -> str | int:
-        return fingerprint(prepare(tiny_clusterer, data, CPU))["data"]
+        return describe_inputs(prepare(tiny_clusterer, data, CPU))["data"]
 
     images = digits[0][:20]
     changed = images.copy()
@@ -195,7 +205,7 @@ def test_images_that_vanish_while_others_are_sorted_are_skipped_with_the_reason(
         (photos / f"image {number:03d}.png").unlink()
     found = predict_in_parts(predictor, kept, SINGLE)
     assert found is not None
-    assert found.places.tolist() == list(range(20))
+    assert found.positions.tolist() == list(range(20))
     assert [name for name, _ in found.skipped] == [f"image {number:03d}.png" for number in range(20, 30)]
     assert all("No such file" in reason for _, reason in found.skipped)
 
@@ -264,7 +274,7 @@ def test_every_image_is_computed_once_by_any_number_of_processes(tiny_clusterer,
     assert_same(found, predict_images(tiny_clusterer, digits[0][:count], CPU))
 
 
-def test_another_number_of_processes_goes_on_with_what_is_there(predictor, kept, computed):
+def test_another_number_of_processes_resumes(predictor, kept, computed):
     by_turns(predictor, kept, 3, [1])  # the others have died
     assert sum(computed) == 8
     found = by_turns(predictor, kept, 2, [1, 0])
@@ -273,6 +283,111 @@ def test_another_number_of_processes_goes_on_with_what_is_there(predictor, kept,
 
 
 def test_processes_that_see_other_images_do_not_work_together(predictor, photos, kept):
-    said: list[Any] = [{**fingerprint(predictor), "data": "other"}]
-    with pytest.raises(UserError, match="process 1 found another model or other images"):
+    said: list[Any] = [{**describe_inputs(predictor), "data": "other"}]
+    with pytest.raises(UserError, match="process 1 has another model or other images"):
         predict_in_parts(predictor, kept, Turn(1, 2, 1, said=said))
+
+
+DIGESTS = {"model": "a1", "data": "b2", "images": 30}
+
+
+def part(start: int, count: int = 3) -> PredictionPart:
+    positions = np.arange(start, start + count)
+    return PredictionPart(
+        positions, {"cluster": positions % 2, "confidence": np.full(count, 0.5, np.float32)}, [(start + 9, "broken ü")]
+    )
+
+
+def parts_equal(one: PredictionPart, other: PredictionPart) -> bool:
+    columns = one.columns.keys() == other.columns.keys() and all(
+        (one.columns[name] == other.columns[name]).all() and one.columns[name].dtype == other.columns[name].dtype
+        for name in one.columns
+    )
+    return columns and (one.positions == other.positions).all() and one.skipped == other.skipped
+
+
+@pytest.fixture
+def folder(tmp_path) -> PartFolder:
+    return PartFolder(choose_parts_folder(tmp_path / "new.csv"), 3, DIGESTS)
+
+
+def test_parts_come_back_as_they_were_and_in_order(folder):
+    nothing = PredictionPart(np.empty(0, np.int64), {}, [(3, "empty"), (4, "empty")])
+    saved = [part(0), nothing, part(6)]
+    for number in (2, 0, 1):
+        folder.save(number, saved[number])
+    assert folder.resume() == [0, 1, 2]
+    assert all(parts_equal(one, other) for one, other in zip(folder, saved, strict=True))
+    assert folder.path.name == ".new.csv.parts"
+    assert json.loads((folder.path / INPUTS).read_text()) == DIGESTS
+
+
+def test_nothing_is_made_before_the_first_part_is_finished(folder):
+    assert folder.resume() == []
+    assert not folder.path.exists()
+    remove_parts(folder.path)
+
+
+@pytest.mark.parametrize("name", ["model", "data", "images"])
+def test_parts_of_something_else_are_discarded_and_the_log_says_why(folder, caplog, name):
+    folder.save(0, part(0))
+    folder.save(1, part(3))
+    other = PartFolder(folder.path, 3, {**DIGESTS, name: "other"})
+    assert other.resume() == []
+    assert f"2 finished parts in {folder.path} are not used: {name} changed" in caplog.text
+    assert folder.resume() == []
+    other.save(1, part(3))
+    assert other.resume() == [1]
+
+
+def test_finished_parts_are_logged(folder, caplog):
+    folder.save(1, part(3))
+    folder.resume()
+    assert "resuming: 1 of 3 parts are finished" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04half", None], ids=["empty", "no archive", "cut off"])
+def test_a_damaged_part_counts_as_missing(folder, damage, caplog):
+    folder.save(0, part(0))
+    folder.save(1, part(3))
+    file = folder.file(1)
+    file.write_bytes(file.read_bytes()[:-40] if damage is None else damage)
+    assert folder.resume() == [0]
+    assert not file.exists()
+    assert "damaged" in caplog.text
+
+
+def test_a_flipped_bit_counts_as_damage(folder):
+    folder.save(0, part(0, 500))
+    content = bytearray(folder.file(0).read_bytes())
+    content[len(content) // 2] ^= 1
+    folder.file(0).write_bytes(content)
+    assert folder.resume() == []
+
+
+def test_what_a_killed_process_left_of_a_part_is_removed_silently(folder, caplog):
+    folder.save(0, part(0))
+    (folder.path / ".000001-x.npz.abc").write_bytes(b"half")
+    assert folder.resume() == [0]
+    assert len(list(folder.path.iterdir())) == 2
+    assert "not used" not in caplog.text
+
+
+def test_a_full_disk_leaves_finished_parts_and_no_half_one(folder, monkeypatch):
+    folder.save(0, part(0))
+
+    def full(file, **_arrays):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(UserError, match="free some space and run again"):
+        folder.save(1, part(3))
+    assert folder.resume() == [0]
+    assert {path.name for path in folder.path.iterdir()} == {INPUTS, folder.file(0).name}
+
+
+def test_a_part_that_another_machine_wrote_elsewhere_is_named(folder):
+    folder.save(0, part(0))
+    with pytest.raises(UserError, match=r"part 2 of 3 cannot be read .* a disk that all of them share"):
+        list(folder)

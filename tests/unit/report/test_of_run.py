@@ -3,7 +3,7 @@ import pytest
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import prediction_table
+from cdc_plugin.evaluation.prediction_table import build_prediction_table
 from cdc_plugin.report.of_run import findings_of_run
 
 PROBS = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
@@ -14,7 +14,7 @@ def findings(tmp_path, config=None, **metrics):
     heads = {"kmeans": {}, "clustering_head": {"CONF": 0.9}, "calibration_head": {"CONF": 0.8}}
     report = {"clusters": 2, "labels": False, "before": heads, "after": heads, "label_free": {}, "seconds": 3.0}
     images = ImageSet(np.zeros((3, 8, 8, 3), np.uint8), ["a", "b", "c"], skipped=[("d", "broken")], source="photos")
-    table = prediction_table(images.names, PROBS, PROBS)
+    table = build_prediction_table(images.names, PROBS, PROBS)
     config = config or RefineConfig(backbone="moco.pth", data="photos", clusters=2, epochs=2)
     history = [{"epoch": 1, "seconds": 60.0}, {"epoch": 2, "seconds": 65.2}]
     return findings_of_run(config, tmp_path / "my run", report | metrics, table, PROBS, images, history)

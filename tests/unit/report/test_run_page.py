@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import prediction_table, with_column
+from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
 from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.report.outside_table import outside_rows
 from cdc_plugin.report.page_data import ComparedModel, PageData
@@ -72,7 +72,7 @@ def findings(digits) -> PageData:
         rows=[("clustering head", {**figures, "ECE": 0.3}, figures)],
         diagrams=[("clustering head", figures)],
         label_free={"expected_accuracy": 0.9, "stability": None, "warnings": [{"kind": "x", "text": "Take care."}]},
-        table=prediction_table(names, probs, probs),
+        table=build_prediction_table(names, probs, probs),
         probs=probs,
         images=ImageSet(pixels, names, labels),
         history=[{"epoch": 1, "confidence": 0.5}],
@@ -120,7 +120,7 @@ def test_an_empty_cluster_is_named_among_the_confused_but_not_linked(findings):
     probs = np.concatenate([0.8 * findings.probs, np.full((200, 1), 0.2, dtype=np.float32)], axis=1)
     probs[probs.argmax(axis=1) == 10, 10] = 0.01
     probs /= probs.sum(axis=1, keepdims=True)
-    page = page_of(replace(findings, probs=probs, table=prediction_table(findings.images.names, probs, probs)))
+    page = page_of(replace(findings, probs=probs, table=build_prediction_table(findings.images.names, probs, probs)))
     assert "and 10" in " ".join(page.text.split())
     assert "cluster-10" not in page.ids
     assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
@@ -195,7 +195,7 @@ def test_runs_of_before_lack_figures_and_get_a_shorter_page(findings):
 
 def test_many_clusters_are_folded_and_few_are_not(findings):
     probs = np.random.default_rng(0).dirichlet(np.full(50, 0.05), 200).astype(np.float32)
-    many = replace(findings, probs=probs, table=prediction_table(findings.images.names, probs, probs))
+    many = replace(findings, probs=probs, table=build_prediction_table(findings.images.names, probs, probs))
     assert page_of(many).tags.count("details") > page_of(replace(findings, settings=None)).tags.count("details") + 1
 
 
@@ -211,7 +211,7 @@ def test_of_many_unreadable_files_the_first_are_named_and_the_rest_counted(findi
 def test_a_broken_promise_is_called_one(findings):
     sure = np.full((200, 2), (0.999, 0.001), dtype=np.float32)
     half = replace(findings.images, labels=np.arange(200) % 2)
-    wrong = replace(findings, probs=sure, table=prediction_table(half.names, sure, sure), images=half)
+    wrong = replace(findings, probs=sure, table=build_prediction_table(half.names, sure, sure), images=half)
     assert "50.0 % of all images are right; the promise is not kept" in page_of(wrong).text
     assert "not kept" not in page_of(findings).text
 
@@ -279,7 +279,7 @@ def test_outside_scores_are_compared_within_one_data_set():
 
 
 def test_flagged_outliers_are_counted(findings):
-    table = with_column(findings.table, "outlier", np.arange(200) < 5)
+    table = add_column(findings.table, "outlier", np.arange(200) < 5)
     assert "5 of 200 images (2.5 %)" in page_of(replace(findings, table=table, outside=[])).text
     assert outlier_words(findings.table) is None
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import make_table, prediction_table, with_column
+from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table, build_table
 from cdc_plugin.report.gallery.cards import cluster_cards, confused_pairs, look_first, pictures_of_a_kind
 from cdc_plugin.report.page_data import PageData
 
@@ -27,9 +27,9 @@ def findings_of(
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     names = [f"{index}.png" for index in range(count)]
     probs = np.asarray(probs, dtype=np.float32)
-    table = prediction_table(names, probs if clustering is None else np.asarray(clustering, np.float32), probs)
+    table = build_prediction_table(names, probs if clustering is None else np.asarray(clustering, np.float32), probs)
     for name, values in columns.items():
-        table = with_column(table, name, values)
+        table = add_column(table, name, values)
     return PageData("x", [], [], [], {}, table, probs, ImageSet(pixels, names, labels, class_names))
 
 
@@ -223,7 +223,7 @@ def test_a_hundred_thousand_images_in_two_hundred_clusters_take_seconds():
     probs[np.arange(100_000), second] = 1 - confidence
     names = [str(index) for index in range(100_000)]
     columns = {"cluster": cluster, "confidence": confidence, "clustering_confidence": confidence}
-    table = make_table(names, {**columns, "second_cluster": second})
+    table = build_table(names, {**columns, "second_cluster": second})
     pixels = np.random.default_rng(2).integers(0, 256, (100_000, 8, 8, 3), dtype=np.uint8)
     big = PageData("x", [], [], [], {}, table, probs, ImageSet(pixels, names))
     started = time.process_time()
