@@ -75,11 +75,12 @@ def pretrain_parser() -> argparse.ArgumentParser:
 
 
 def _pretrain(options: argparse.Namespace) -> None:
-    from cdc_plugin.training.pretext.config import load_pretrain_config, pretrain_recipe_names, pretrain_recipe_summary
+    from cdc_plugin.config.recipes import recipe_names, recipe_summary
+    from cdc_plugin.training.pretext.config import load_pretrain_config
 
     if options.list_recipes:
-        for name in pretrain_recipe_names():
-            print(f"{name:16s} {pretrain_recipe_summary(name)}")
+        for name in recipe_names("pretrain"):
+            print(f"{name:16s} {recipe_summary(name, 'pretrain')}")
         return
     flags = {name: getattr(options, name) for name in ("data", "method", "arch", "epochs", "seed", "device", "out")}
     # Once before torch is imported, so that a mistyped setting is told at once.

@@ -1,99 +1,167 @@
-"""Load settings: defaults < what the pretraining run implies < recipe < flags < key=value."""
+"""Load settings: defaults < what is inferred from the inputs < recipe < flags < key=value.
+
+Everything that is wrong with them is reported at once, each with the nearest valid name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cdc_plugin.config.recipes import recipe_folder, recipe_names
-from cdc_plugin.config.schema import INPUT_FACTS, AugmentConfig, RefineConfig, check
-from cdc_plugin.errors import UserError
+from cdc_plugin.config.recipes import find_recipe, read_recipe
+from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig, describe, walk_fields
+from cdc_plugin.errors import ConfigError
+
+Config = TypeVar("Config")
+INFERRED, FLAGS, WORDS = "settings of the pretraining run", "flags", "key=value"  # a recipe is named by its path
+TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list[float]": "a list of numbers",
+    "list[str]": "a list of names",
+}
 
 
 def load_config(
     recipe: str | Path | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
-    beneath: Mapping[str, Any] | None = None,
-) -> RefineConfig:
-    """Defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
+    infer: Callable[[Any], Mapping[str, Any]] | None = None,
+    schema: type[Config] = RefineConfig,  # type: ignore[assignment]
+) -> Config:
+    """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
     Args:
-        beneath: what the pretraining run implies, between the defaults and the recipe.
+        infer: returns what the inputs that the settings name imply; this overlays the defaults only. It is called
+            after the settings have been checked, so that it may do expensive work.
+
+    >>> load_config("cifar10", {"clusters": 20}, ["augment.flip=false"]).clusters
+    20
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    schema = OmegaConf.structured(RefineConfig)
-    layers: list[tuple[str, Any]] = []
-    if beneath:
-        layers.append(("settings of the pretraining run", OmegaConf.create(dict(beneath))))
+    layers: dict[str, Any] = {}
     if recipe is not None:
-        path = _recipe_path(recipe)
-        try:
-            layers.append((f"recipe {path}", OmegaConf.load(path)))
-        except OSError as error:
-            raise UserError(f"cannot read recipe {path}: {error.strerror}") from error
-        except Exception as error:  # YAML errors of several libraries
-            reason = " ".join(str(error).split())
-            raise UserError(f"recipe {path} is not valid YAML: {reason[:300]}") from error
-    given = {key: value for key, value in (flags or {}).items() if value is not None}
-    nested = OmegaConf.create()
-    for key, value in given.items():
-        OmegaConf.update(nested, key, str(value) if isinstance(value, Path) else value)
-    layers.append(("options", nested))
+        path = find_recipe(recipe, schema.RECIPES)  # type: ignore[attr-defined]
+        layers[f"recipe {path}"] = read_recipe(path)
+    layers[FLAGS] = OmegaConf.create()
+    for key, value in (flags or {}).items():
+        if value is not None:
+            OmegaConf.update(layers[FLAGS], key, str(value) if isinstance(value, Path) else value)
     words = list(overrides)
-    for word in words:
-        if "=" not in word:
-            raise UserError(f"expected key=value, found {word!r}; for example epochs=30 or augment.flip=false")
-    layers.append(("key=value", OmegaConf.from_dotlist(words)))
-
-    for name, layer in layers:
-        if not OmegaConf.is_dict(layer):
-            raise UserError(f"{name}: expected keys and values, as in 'clusters: 10'")
-        _refuse_unknown_keys(layer, RefineConfig, name)
-        try:
-            schema = OmegaConf.merge(schema, layer)
-        except OmegaConfBaseException as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(f"{name}: {first_line} (key {getattr(error, 'full_key', '') or '?'})") from error
-    config = OmegaConf.to_object(schema)
-    assert isinstance(config, RefineConfig)
-    if recipe is not None and not config.from_recipe:
-        said = {key for name, layer in layers if not name.startswith(("recipe", "settings")) for key in layer}
-        config.from_recipe = [key for key in INPUT_FACTS if getattr(config, key) is not None and key not in said]
-    check(config)
+    layers[WORDS] = OmegaConf.from_dotlist([word for word in words if "=" in word])
+    problems = [f"expected key=value, found {word!r}; for example epochs=30" for word in words if "=" not in word]
+    config = _merge(schema, layers, problems)
+    if infer is not None and (inferred := infer(config)):
+        layers = {INFERRED: OmegaConf.create(dict(inferred)), **layers}
+        config = _merge(schema, layers, [])
+    if isinstance(config, RefineConfig) and recipe is not None and not config.from_recipe:
+        stated = {*layers[FLAGS], *layers[WORDS]}
+        config.from_recipe = [name for name in INPUT_FACTS if getattr(config, name) is not None and name not in stated]
     return config
 
 
-def to_yaml(config: RefineConfig) -> str:
+def to_yaml(config: Any) -> str:
+    """Return settings as the text of a recipe."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _recipe_path(recipe: str | Path) -> Path:
-    if str(recipe) in recipe_names():
-        return recipe_folder() / f"{recipe}.yaml"
-    path = Path(recipe).expanduser()
-    if path.is_file():
-        return path
-    near = difflib.get_close_matches(str(recipe), recipe_names(), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"no recipe {str(recipe)!r}: {hint}--list-recipes names them, or give a YAML file")
+def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str]) -> Config:
+    """Overlay the layers in their order; one error lists every value that cannot be used."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    fields = dict(walk_fields(schema))
+    merged = OmegaConf.structured(schema)
+    origin: dict[str, str] = {}
+    for name, layer in layers.items():
+        prefix = "" if name in (FLAGS, WORDS) else f"{name}: "
+        for key, value in _walk_values(OmegaConf.to_container(layer), fields):
+            if key not in fields:
+                problems.append(prefix + _explain_unknown(key, list(fields)))
+                continue
+            try:
+                OmegaConf.update(merged, key, value)
+                origin[key] = prefix
+            except OmegaConfBaseException:
+                problems.append(f"{prefix}{_explain_type(key, fields[key], value)}")
+    try:
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # such as an interpolation that leads nowhere
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(config, schema)
+    problems += [origin.get(key, "") + problem for key, problem in _check_values(config, fields)]
+    if len(problems) > 1:
+        raise ConfigError(f"{len(problems)} settings cannot be used:" + "".join(f"\n  {line}" for line in problems))
+    if problems:
+        raise ConfigError(problems[0])
+    return config
 
 
-def _refuse_unknown_keys(layer: Mapping[Any, Any], schema: type, name: str, prefix: str = "") -> None:
-    known = [item.name for item in dataclasses.fields(schema)]
-    for key, value in layer.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(known)}"
-            raise UserError(f"{name}: unknown key '{prefix}{key}'; {hint}")
-        if key == "augment":
-            if not isinstance(value, Mapping):
-                raise UserError(f"{name}: augment holds settings of its own, as in augment.flip=false; found {value!r}")
-            _refuse_unknown_keys(value, AugmentConfig, name, "augment.")
+def _walk_values(layer: Any, fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a layer by their full names; a mapping is entered where the schema has one."""
+    for name, value in layer.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and any(field.startswith(f"{key}.") for field in fields):
+            yield from _walk_values(value, fields, f"{key}.")
+        else:
+            yield key, value
+
+
+def _check_values(config: Any, fields: Mapping[str, dataclasses.Field[Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the values that are out of range or not among the choices."""
+    for key, item in fields.items():
+        value = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        if value is None:
+            continue
+        rule = item.metadata
+        values = value if isinstance(value, list) else [value]
+        found = f"found {value} ({describe(item)})"
+        if rule["choices"] and value not in rule["choices"]:
+            near = difflib.get_close_matches(value, rule["choices"], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield key, f"{key} is one of {', '.join(rule['choices'])}; found {value!r}{hint}"
+        elif rule["length"] and len(values) != rule["length"]:
+            yield key, f"{key} takes {rule['length']} numbers, found {len(values)} ({describe(item)})"
+        elif not all(_is_within(number, rule) for number in values):
+            yield key, f"{key} must be {_describe_range(rule)}, {found}"
+
+
+def _is_within(number: Any, rule: Mapping[str, Any]) -> bool:
+    """Return whether a number obeys the limits; NaN obeys none."""
+    return (
+        (rule["at_least"] is None or number >= rule["at_least"])
+        and (rule["above"] is None or number > rule["above"])
+        and (rule["at_most"] is None or number <= rule["at_most"])
+    )
+
+
+def _describe_range(rule: Mapping[str, Any]) -> str:
+    words = {"at_least": "at least", "above": "above", "at_most": "at most"}
+    return " and ".join(f"{words[name]} {rule[name]:g}" for name in words if rule[name] is not None)
+
+
+def _explain_type(key: str, item: dataclasses.Field[Any], value: Any) -> str:
+    kind = str(item.type).removesuffix(" | None")
+    return f"{key} takes {TYPES[kind]}, found {value!r} ({describe(item)})"
+
+
+def _explain_unknown(key: str, known: list[str]) -> str:
+    """Name the settings that share a word with a mistyped one, else the one spelt most like it."""
+    groups = {name.split(".")[0] for name in known if "." in name}
+    if key in groups:
+        return f"{key} holds settings of its own, as in {next(name for name in known if name.startswith(key))}=..."
+    near = [name for name in known if key in name.replace(".", "_").split("_")] or difflib.get_close_matches(
+        key, known, n=1
+    )
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(known)}"
+    return f"unknown key '{key}'; {hint}"

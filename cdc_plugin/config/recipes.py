@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
+
+from cdc_plugin.errors import ConfigError
 
 DEMO_BACKBONE = Path(__file__).parents[1] / "demo_backbone"
 
 
-def recipe_folder() -> Path:
-    """Where the shipped recipes lie: inside the installed package, or beside it in a checkout."""
+def recipe_folder(group: str = "cdc") -> Path:
+    """Return the folder of the shipped recipes: inside the installed package, or beside it in a checkout."""
     installed = Path(__file__).parents[1] / "recipes"
     home = installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
-    return home / "cdc"  # a folder of this name is what Hydra calls a config group: ``+cdc=cifar10``
+    return home / group  # a folder of this name is what Hydra calls a config group: ``+cdc=cifar10``
 
 
-def recipe_names() -> list[str]:
-    return sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+def recipe_names(group: str = "cdc") -> list[str]:
+    """Return the names of the shipped recipes of a group.
+
+    >>> recipe_names("pretrain")[-1]
+    'paper-simsiam'
+    """
+    return sorted(path.stem for path in recipe_folder(group).glob("*.yaml"))
 
 
-def recipe_summary(name: str) -> str:
-    """The comment that opens a recipe, as one line."""
-    lines = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+def recipe_summary(name: str, group: str = "cdc") -> str:
+    """Return the comment that opens a recipe, as one line."""
+    lines = (recipe_folder(group) / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+
+
+def find_recipe(recipe: str | Path, group: str = "cdc") -> Path:
+    """Return the path of a shipped recipe, which may be written with its group, or of a YAML file."""
+    name, names = str(recipe).removeprefix(f"{group}/"), recipe_names(group)
+    if name in names:
+        return recipe_folder(group) / f"{name}.yaml"
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"no recipe {str(recipe)!r}: {hint}give a YAML file, or one of {', '.join(names)}")
+
+
+def read_recipe(path: Path) -> Any:
+    """Return the keys and values of a YAML file, as OmegaConf holds them."""
+    from omegaconf import OmegaConf
+
+    try:
+        content = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
+    except Exception as error:  # YAML errors of several libraries
+        raise ConfigError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+    if not OmegaConf.is_dict(content):
+        raise ConfigError(f"recipe {path}: expected keys and values, as in 'epochs: 30'")
+    return content
 
 
 def demo_settings() -> dict[str, Any]:

@@ -1,131 +1,229 @@
-"""What a run is made of: defaults < recipe < flags < key=value. A *recipe* is the YAML of these fields.
+"""The settings of a run: every field with its help text and the values it takes. A *recipe* is the YAML of these.
 
-``None`` means "choose for me": `resolve` puts numbers in their place once the data are known, without labels,
-and the result is what ``config.yaml`` in the result folder holds.
+The help serves ``--help``, the table in the README and the error messages. ``None`` means "choose for me": `resolve`
+puts a value in its place once the data are known, without labels.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from cdc_plugin.errors import UserError
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    auto: str = "",
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    length: int | None = None,
+    symbol: str = "",
+    metavar: str = "",
+) -> Any:
+    """Return a dataclass field that says what it is for and which values it takes.
+
+    Args:
+        auto: what None means.
+        at_least, above, at_most: limits of a number, or of every number in a list.
+        length: how many values a list holds.
+        symbol: the paper's.
+        metavar: stands for the value in ``--help``.
+    """
+    metadata = {name: value for name, value in locals().items() if name != "default"}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
 class AugmentConfig:
     """The weak and strong views (Sec. 4.1 and its appendix: those of SCAN)."""
 
-    flip: bool | None = None  # mirror left and right; None: only if the backbone takes no notice of it
-    crop_scale: float | None = None  # least share of the area that random crops keep; None: likewise
-    operations: int = 4  # random operations of a strong view
-    exclude: list[str] = field(default_factory=list)  # operations that do not suit the data
-    cutout: int | None = None  # largest side of the hole in a strong view, in pixels
+    flip: bool | None = setting(
+        None, "mirror left and right", auto="only if the backbone's features do not change with it"
+    )
+    crop_scale: float | None = setting(
+        None,
+        "smallest share of the area that random crops keep",
+        auto="as small as the backbone's features bear",
+        above=0,
+        at_most=1,
+    )
+    operations: int = setting(4, "random operations of a strong view", at_least=0)
+    exclude: list[str] = setting([], "operations that do not suit the data")
+    cutout: int | None = setting(
+        None, "largest side of the hole in a strong view, in pixels", auto="half the image size, at most 32", at_least=0
+    )
 
 
 @dataclass
 class RefineConfig:
     """One run of the self-labeling stage. The paper's symbols: C, B, B_s, K, H and w_en."""
 
-    backbone: str | None = None  # checkpoint file, result folder, or timm:NAME
-    format: str | None = None  # what wrote the checkpoint; None: found out from its content
-    arch: str | None = None  # network of a checkpoint that does not say
-    branch: str | None = None  # online or momentum (EMA, teacher), where a checkpoint holds both
-    head: int | None = None  # which of several clustering heads in the checkpoint
-    init: str | None = None  # keep (the old model's heads), prototypes or random; None: keep where there are heads
-    trust_checkpoint: bool = False  # open pickled modules, which runs the code they name
-    partial_weights: bool = False  # go on although weights of the backbone are missing
-    data: str | None = None  # folder, .npz, .npy or the name of a data set
-    data_root: str | None = None  # where named data sets lie
-    labels: bool = True  # use class sub-folders or label arrays for the report (never for training)
-    out: str | None = None  # result folder; None: a new one below cdc-runs
-    track: list[str] | None = None  # tensorboard, wandb; None: none, or at --resume those that the run began with
+    RECIPES: ClassVar[str] = "cdc"
 
-    clusters: int | None = None  # C
-    mini_clusters: int | None = None  # K
-    hidden: int = 512  # H
-    entropy_weight: float = 1.0  # w_en
-    heads: str = "dual"  # or one head only: clu (pseudo-labels), clu+cal (both losses)
-    stop_gradient: bool = True  # the calibration loss does not move the backbone
-    calibration: str = "mini-clusters"  # or label-smoothing, focal, l1, none
-    calibration_strength: float | None = None  # of those that have one: smoothing, gamma, weight of the norm
-    selection: str = "confident"  # or fixed, flexmatch, freematch; with add-ons, as confident+gsf
-    threshold: float = 0.95  # confidence that fixed and flexmatch ask for
-    selection_momentum: float = 0.9  # share of the past in freematch's moving averages, a batch
-
-    # fast: one pass for selection and targets, and three of four images in training, those that are trusted first;
-    # full: two passes, and all images, as in the paper.
-    passes: str = "fast"
-    epochs: int | None = None
-    batch_size: int | None = None  # B: selection and mini-clusters are computed over it
-    sub_batch_size: int | None = None  # B_s: one step of both optimisers
-    lr_heads: float | None = None
-    lr_backbone: float | None = None
-    schedule: str = "cosine"  # or constant, as in the paper
-    freeze_backbone: bool = False
-    frozen_views: int = (
-        4  # weak and strong views a sample whose features a frozen backbone gives once; at most `epochs`
+    backbone: str | None = setting(None, "checkpoint, run folder, timm:NAME or hf-hub:NAME", metavar="FILE")
+    format: str | None = setting(None, "what wrote the checkpoint", auto="recognised by its content", metavar="NAME")
+    arch: str | None = setting(None, "network of the checkpoint", auto="recognised by its weights", metavar="NAME")
+    branch: str | None = setting(None, "online or momentum (EMA, teacher), where a checkpoint has both", metavar="B")
+    head: int | None = setting(None, "which of several clustering heads, from 0", metavar="N")
+    init: str | None = setting(
+        None,
+        "how the heads start: keep those of an old clustering model, prototypes or random",
+        auto="keep where there are any, else prototypes",
+        choices=("keep", "prototypes", "random"),
+        metavar="HOW",
+    )
+    trust_checkpoint: bool = setting(False, "open pickled modules, which runs the code in them")
+    partial_weights: bool = setting(False, "accept a checkpoint that lacks weights of the backbone")
+    data: str | None = setting(None, "folder, .npz, .npy, tar shards, hf:NAME:SPLIT or a name", metavar="PATH_OR_NAME")
+    data_root: str | None = setting(None, "where named data sets are", auto="$CDC_DATA, else data")
+    labels: bool = setting(True, "use class sub-folders and label arrays for the report, never for training")
+    out: str | None = setting(None, "result folder", auto="a new one below cdc-runs", metavar="DIR")
+    track: list[str] | None = setting(
+        None, "log also to tensorboard or wandb; may be given twice", auto="none", metavar="NAME"
     )
 
-    input_size: int | None = None
-    mean: list[float] | None = None
-    std: list[float] | None = None
+    clusters: int | None = setting(None, "number of clusters", at_least=2, symbol="C")
+    mini_clusters: int | None = setting(
+        None,
+        "mini-clusters of a batch; fewer penalise confidence more",
+        auto="follows the confidence of every batch",
+        at_least=1,
+        symbol="K",
+    )
+    hidden: int = setting(512, "width of the heads", at_least=1, symbol="H")
+    entropy_weight: float = setting(1.0, "weight of the negative entropy", symbol="w_en")
+    heads: str = setting(
+        "dual",
+        "dual, or one head only: clu (trained on pseudo-labels) or clu+cal (with both losses)",
+        choices=("dual", "clu", "clu+cal"),
+    )
+    stop_gradient: bool = setting(True, "keep the calibration loss from moving the backbone")
+    calibration: str = setting("mini-clusters", "calibration loss: mini-clusters, label-smoothing, focal, l1 or none")
+    calibration_strength: float | None = setting(
+        None,
+        "smoothing, gamma or weight of the norm, for the losses that have one",
+        auto="that of the loss",
+        at_least=0,
+    )
+    selection: str = setting(
+        "confident",
+        "which images are trusted: confident, fixed, flexmatch or freematch; with add-ons, as confident+gsf",
+    )
+    threshold: float = setting(0.95, "confidence that fixed and flexmatch ask for", at_least=0, at_most=1)
+    selection_momentum: float = setting(
+        0.9, "share of the past in freematch's moving averages, per batch", at_least=0, at_most=1
+    )
+
+    passes: str = setting(
+        "fast",
+        "fast: one pass for selection and targets, and three of four images in training, trusted ones first; "
+        "full: two passes and all images, as in the paper",
+        choices=("fast", "full"),
+    )
+    epochs: int | None = setting(None, "epochs of training", auto="from the number of images", at_least=0, metavar="N")
+    batch_size: int | None = setting(
+        None,
+        "images per batch, over which selection and mini-clusters are computed",
+        auto="from images and clusters",
+        at_least=1,
+        symbol="B",
+    )
+    sub_batch_size: int | None = setting(
+        None,
+        "images per step of both optimisers; BatchNorm has no statistics of one image",
+        auto="a half or a quarter of the batch",
+        at_least=2,
+        symbol="B_s",
+    )
+    lr_heads: float | None = setting(
+        None, "learning rate of the heads", auto="the paper's, higher for short runs", at_least=0, at_most=10
+    )
+    lr_backbone: float | None = setting(
+        None, "learning rate of the backbone", auto="the paper's, higher for short runs", at_least=0, at_most=10
+    )
+    schedule: str = setting("cosine", "course of the rates; constant in the paper", choices=("cosine", "constant"))
+    freeze_backbone: bool = setting(False, "train the heads only, on cached features")
+    frozen_views: int = setting(
+        4, "weak and strong views per image that a frozen backbone computes once; at most epochs", at_least=1
+    )
+
+    input_size: int | None = setting(None, "side of the images, in pixels", auto="the backbone's", at_least=1)
+    mean: list[float] | None = setting(None, "mean of every channel", auto="the backbone's", length=3)
+    std: list[float] | None = setting(
+        None, "standard deviation of every channel", auto="the backbone's", above=0, length=3
+    )
     # Which of these three a recipe states, not the user: they yield to what the checkpoint states.
-    from_recipe: list[str] = field(default_factory=list)
+    from_recipe: list[str] = setting([], "")
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
-    seed: int = 0
-    device: str = "auto"
-    precision: str = "float32"  # or bfloat16 / float16: autocast
-    compile: bool = False  # the backbone by torch.compile: a minute at the start; no gain on the CPUs it was tried on
-    # BatchNorm over the images of all processes of torchrun; None: where there are several. True: also in one process,
-    # by the same arithmetic. On CPUs the results of any number of processes are then the same bit for bit.
-    sync_batchnorm: bool | None = None
-    on_collapse: str = "stop"  # or warn: what to do when clusters have died and nothing is learned any more
+    seed: int = setting(0, "seed of all random numbers", metavar="S")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", metavar="D")
+    precision: str = setting("float32", "of the backbone; lower ones by autocast", choices=PRECISIONS)
+    compile: bool = setting(
+        False, "compile the backbone by torch.compile: a minute at the start; no gain on the CPUs it was tried on"
+    )
+    sync_batchnorm: bool | None = setting(
+        None, "BatchNorm over the images of all processes of torchrun", auto="where there are several"
+    )
+    on_collapse: str = setting(
+        "stop", "what to do when clusters have died and nothing more is learned", choices=("stop", "warn")
+    )
 
 
 INPUT_FACTS = ("mean", "std", "input_size")
-HEADS = ("dual", "clu", "clu+cal")
-SCHEDULES = ("cosine", "constant")
-PRECISIONS = ("float32", "bfloat16", "float16")
 PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
 FULL_RATE_STEPS = 4_500  # shorter runs take larger rates, in proportion
 IMAGES_SEEN = 50_000  # images times epochs of a run on small data
 
 
-def check(config: RefineConfig) -> None:
-    """Refuse values that no run can use."""
-    if config.clusters is not None and config.clusters < 2:
-        raise UserError(f"clusters must be at least 2, found {config.clusters}")
-    for name in ("mini_clusters", "batch_size", "sub_batch_size", "input_size", "hidden", "frozen_views"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, found {value}")
-    if config.epochs is not None and config.epochs < 0:
-        raise UserError(f"epochs must be 0 or more, found {config.epochs}")
-    for name in ("lr_heads", "lr_backbone"):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 10:
-            raise UserError(f"{name} must lie between 0 and 10, found {value}")
-    if config.sub_batch_size == 1:
-        raise UserError("sub_batch_size must be at least 2: BatchNorm has no statistics of one image")
-    for name in ("threshold", "selection_momentum"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UserError(f"{name} must lie between 0 and 1, found {getattr(config, name)}")
-    if config.calibration_strength is not None and config.calibration_strength < 0:
-        raise UserError(f"calibration_strength must be 0 or more, found {config.calibration_strength}")
-    _one_of("heads", config.heads, HEADS)
-    _one_of("passes", config.passes, ("fast", "full"))
-    _one_of("schedule", config.schedule, SCHEDULES)
-    _one_of("precision", config.precision, PRECISIONS)
-    _one_of("on_collapse", config.on_collapse, ("stop", "warn"))
-    scale = config.augment.crop_scale
-    if scale is not None and not 0 < scale <= 1:
-        raise UserError(f"augment.crop_scale is a share of the area above 0 and up to 1, found {scale}")
-    for name in ("mean", "std"):
-        value = getattr(config, name)
-        if value is not None and len(value) != 3:
-            raise UserError(f"{name} takes 3 numbers, one a channel, found {len(value)}")
+def walk_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Yield every setting of a schema by its full name, such as ``augment.flip``.
+
+    >>> [name for name, _ in walk_fields(AugmentConfig)]
+    ['flip', 'crop_scale', 'operations', 'exclude', 'cutout']
+    """
+    for item in dataclasses.fields(schema):
+        if item.metadata:
+            yield prefix + item.name, item
+        else:
+            yield from walk_fields(item.default_factory, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+
+
+def settings_table(schema: type = RefineConfig) -> str:
+    """Render the settings as a Markdown table, for the README."""
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, item in walk_fields(schema):
+        if not item.metadata["help"]:
+            continue
+        symbol = f" ({item.metadata['symbol']})" if item.metadata["symbol"] else ""
+        lines.append(f"| `{name}`{symbol} | {describe_default(item)} | {describe(item)} |")
+    return "\n".join(lines)
+
+
+def describe(item: dataclasses.Field[Any]) -> str:
+    """Return the help of a setting with its choices."""
+    text, choices = item.metadata["help"], item.metadata["choices"]
+    missing = [choice for choice in choices if choice not in text]
+    return f"{text} ({', '.join(choices)})" if missing else text
+
+
+def describe_default(item: dataclasses.Field[Any]) -> str:
+    """Return the default of a setting in words."""
+    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[misc]
+    if item.metadata["auto"] or default is None:
+        return item.metadata["auto"] or "none"
+    return str(default).lower() if isinstance(default, (bool, list)) else str(default)
 
 
 def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
@@ -181,8 +279,3 @@ def steps_per_epoch(images: int, config: RefineConfig) -> int:
 def sub_batches(images: int, part: int) -> int:
     """Into how many near-equal sub-batches a batch is cut; never so many that one holds a single image."""
     return max(1, min(round(images / part), images // 2))
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"{name} is one of {', '.join(known)}; found {value!r}")

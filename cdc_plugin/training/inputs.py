@@ -29,10 +29,10 @@ from cdc_plugin.training.trackers import make_trackers
 def configure(
     recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> RefineConfig:
-    """The settings of a run; what the pretraining run says of its data stands beneath what the user says."""
-    config = load_config(recipe, flags, overrides)
-    implied = run_defaults(config.backbone) if config.backbone is not None else {}
-    return load_config(recipe, flags, overrides, implied) if implied else config
+    """Load the settings of a run; what the pretraining run says of its data stands beneath what the user says."""
+    return load_config(
+        recipe, flags, overrides, lambda config: run_defaults(config.backbone) if config.backbone else {}
+    )
 
 
 def open_network(config: RefineConfig, module: nn.Module | None) -> Loaded:

@@ -1,4 +1,4 @@
-"""What a run of the pretext stage is made of: recipe < flags < key=value; ``None`` means "choose for me".
+"""The settings of a run of the pretext stage; ``None`` means "choose for me".
 
 Where no shipped recipe is named, the one for the method and the size of the data lies beneath. `resolve` puts a
 value in place of every None once the data are known, and that is what ``config.yaml`` of the result holds.
@@ -7,16 +7,23 @@ value in place of every None once the data are known, and that is what ``config.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from cdc_plugin.config.load import _refuse_unknown_keys
-from cdc_plugin.config.recipes import recipe_folder
-from cdc_plugin.config.schema import PRECISIONS, batch_sizes
-from cdc_plugin.errors import UserError
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.recipes import find_recipe, read_recipe, recipe_folder
+from cdc_plugin.config.schema import PRECISIONS, batch_sizes, setting
+from cdc_plugin.errors import ConfigError, DataError, option
+
+TITLES = {"mocov2": "MoCo-v2", "simsiam": "SimSiam", "byol": "BYOL"}
+EMA = {"mocov2": (0.99, 0.999), "byol": (0.996, 1.0)}  # the ends are those of the released settings
+PAPER_QUEUE = 32_768
+LAPTOP_IMAGES = 50_000  # below, the laptop recipes are the default
+IMAGES_SEEN = 300_000  # images times epochs of a run that is not told how long to be
+BLUR_FROM = 64  # pixels; the paper blurs images of 64 px and more, not those of 32
+FEWEST = 32  # images
 
 
 @dataclass
@@ -26,143 +33,126 @@ class PretrainConfig:
     What a method has no use for stays None.
     """
 
-    method: str = "mocov2"  # or simsiam, byol
-    data: str | None = None  # folder, .npz, .npy or the name of a data set
-    data_root: str | None = None  # where named data sets lie
-    out: str | None = None  # result folder; None: a new one below cdc-runs
+    RECIPES: ClassVar[str] = "pretrain"
 
-    arch: str = "resnet34"  # or resnet18, resnet50, small, or the name of a timm model
-    hidden: int = 4096  # width inside the projector
-    projection: int = 256  # width of the embedding
-    predictor: int | None = None  # width inside it; None: as the projector's, for simsiam a quarter of the embedding
-    output_norm: bool = False  # BatchNorm at the end of byol's heads, which short runs need
-    queue: int | None = None  # earlier keys that MoCo-v2 tells the right one from; fewer than there are images
-    temperature: float = 0.2  # of MoCo-v2
-    ema: float | None = None  # share of its past that the momentum network keeps in a step, at first
-    ema_end: float | None = None  # and at last, in between by a cosine
+    method: str = setting("mocov2", "mocov2, simsiam or byol", choices=tuple(TITLES), metavar="NAME")
+    data: str | None = setting(None, "folder, .npz, .npy, tar shards, hf:NAME:SPLIT or a name", metavar="PATH_OR_NAME")
+    data_root: str | None = setting(None, "where named data sets are", auto="$CDC_DATA, else data")
+    out: str | None = setting(None, "result folder", auto="a new one below cdc-runs", metavar="DIR")
 
-    epochs: int | None = None  # None: about 300,000 images seen, 20 to 200 epochs
-    batch_size: int = 256
-    lr: float = 0.5  # for a batch of 256, in proportion for others
-    warmup_epochs: int | None = None  # None: a twentieth of the epochs; never more than a quarter
-    optimizer: str | None = None  # sgd or lars; None: lars for byol
-    weight_decay: float = 1e-4
+    arch: str = setting(
+        "resnet34", "small, resnet18, resnet34, resnet50 or a timm model", auto="from the recipe", metavar="NAME"
+    )
+    hidden: int = setting(4096, "width inside the projector", at_least=1)
+    projection: int = setting(256, "width of the embedding", at_least=2)
+    predictor: int | None = setting(
+        None, "width inside the predictor", auto="the projector's; simsiam: a quarter of the embedding", at_least=1
+    )
+    output_norm: bool = setting(False, "BatchNorm at the end of byol's heads, which short runs need")
+    queue: int | None = setting(
+        None, "earlier keys that MoCo-v2 contrasts with; fewer than there are images", auto="the paper's", at_least=1
+    )
+    temperature: float = setting(0.2, "of MoCo-v2", at_least=1e-3, at_most=10)
+    ema: float | None = setting(
+        None,
+        "share that the momentum network keeps of itself per step, at first",
+        auto="the paper's",
+        at_least=0,
+        at_most=1,
+    )
+    ema_end: float | None = setting(
+        None, "the same at the end, in between by a cosine", auto="the released code's", at_least=0, at_most=1
+    )
 
-    input_size: int | None = None  # None: small images as they are, others at 224 or largest_size
-    largest_size: int = 224
-    mean: list[float] | None = None  # None: of the images
-    std: list[float] | None = None
-    flip: bool | None = None  # mirror left and right; None: except for the digits
-    crop_scale: float = 0.2  # least share of the area that random crops keep
-    # Largest change of brightness, contrast, saturation and hue.
-    jitter: list[float] = field(default_factory=lambda: [0.4, 0.4, 0.4, 0.1])
-    jitter_share: float = 0.8  # of the views
-    grayscale: float = 0.2  # share of the views
-    blur: float | None = None  # share of the views; None: half of them from 64 px on, else none
+    epochs: int | None = setting(
+        None, "epochs of training", auto="about 300,000 images seen, 20 to 200 epochs", at_least=1, metavar="N"
+    )
+    batch_size: int = setting(256, "images per step", at_least=8)
+    lr: float = setting(0.5, "learning rate for a batch of 256, in proportion for others", at_least=1e-6, at_most=100)
+    warmup_epochs: int | None = setting(
+        None, "epochs in which the rate rises; at most a quarter of them", auto="a twentieth of the epochs", at_least=0
+    )
+    optimizer: str | None = setting(None, "sgd or lars", auto="lars for byol, else sgd", choices=("sgd", "lars"))
+    weight_decay: float = setting(1e-4, "decay of the weights", at_least=0, at_most=1)
 
-    seed: int = 0
-    device: str = "auto"
-    precision: str = "float32"  # or bfloat16 / float16: autocast
-    save_every: int = 1  # epochs between two states to resume from
+    input_size: int | None = setting(
+        None, "side of the images, in pixels", auto="small images as they are, others 224 or largest_size", at_least=8
+    )
+    largest_size: int = setting(224, "largest side that is chosen for input_size", at_least=8)
+    mean: list[float] | None = setting(None, "mean of every channel", auto="that of the images", length=3)
+    std: list[float] | None = setting(
+        None, "standard deviation of every channel", auto="that of the images", above=0, length=3
+    )
+    flip: bool | None = setting(None, "mirror left and right", auto="except for the digits")
+    crop_scale: float = setting(0.2, "smallest share of the area that random crops keep", above=0, at_most=1)
+    jitter: list[float] = setting(
+        [0.4, 0.4, 0.4, 0.1],
+        "largest change of brightness, contrast, saturation and hue",
+        at_least=0,
+        at_most=1,
+        length=4,
+    )
+    jitter_share: float = setting(0.8, "share of the views with other colours", at_least=0, at_most=1)
+    grayscale: float = setting(0.2, "share of the views without colours", at_least=0, at_most=1)
+    blur: float | None = setting(
+        None, "share of the views that are blurred", auto="half of them from 64 px on, else none", at_least=0, at_most=1
+    )
 
-
-TITLES = {"mocov2": "MoCo-v2", "simsiam": "SimSiam", "byol": "BYOL"}
-OPTIMIZERS = ("sgd", "lars")
-EMA = {"mocov2": (0.99, 0.999), "byol": (0.996, 1.0)}  # the ends are those of the released settings
-PAPER_QUEUE = 32_768
-LAPTOP_IMAGES = 50_000  # below, the laptop recipes are the default
-IMAGES_SEEN = 300_000  # images times epochs of a run that is not told how long to be
-BLUR_FROM = 64  # pixels; the paper blurs images of 64 px and more, not those of 32
-FEWEST = 32  # images
-LEAST = {"epochs": 1, "warmup_epochs": 0, "save_every": 1, "batch_size": 8, "hidden": 1, "projection": 2, "queue": 1}
-LEAST |= {"predictor": 1, "input_size": 8, "largest_size": 8}
-BETWEEN = {"lr": (1e-6, 100), "temperature": (1e-3, 10), "weight_decay": (0, 1), "ema": (0, 1), "ema_end": (0, 1)}
-
-
-def pretrain_recipes() -> Path:
-    """The folder of the shipped recipes, beside those of the refinement."""
-    return recipe_folder().parent / "pretrain"
-
-
-def pretrain_recipe_names() -> list[str]:
-    return sorted(path.stem for path in pretrain_recipes().glob("*.yaml"))
-
-
-def pretrain_recipe_summary(name: str) -> str:
-    """The comment that opens a recipe."""
-    first, *_ = (pretrain_recipes() / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    return first.lstrip("# ")
-
-
-def shipped_recipe(recipe: str | Path | None) -> str | None:
-    """The name of a shipped recipe, which may be written with its folder; None for anything else."""
-    name = str(recipe).removeprefix("pretrain/")
-    return name if name in pretrain_recipe_names() else None
-
-
-def default_recipe(method: str, images: int) -> str:
-    return f"{'laptop' if images < LAPTOP_IMAGES else 'paper'}-{method}"
+    seed: int = setting(0, "seed of all random numbers", metavar="S")
+    device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", metavar="D")
+    precision: str = setting("float32", "of the networks; lower ones by autocast", choices=PRECISIONS)
+    save_every: int = setting(1, "epochs between two states to resume from", at_least=1)
 
 
 def load_pretrain_config(
     recipe: str | Path | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
-    beneath: str | None = None,
+    count_images: Callable[[PretrainConfig], int] | None = None,
 ) -> PretrainConfig:
-    """Defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
+    """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
     Args:
-        beneath: the shipped recipe that lies under all of these; one that is asked for by name stands alone.
+        count_images: tells the size of the data, by which a recipe is chosen to lie beneath all of these; one that
+            is asked for by name stands alone.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    shipped = shipped_recipe(recipe)
-    recipes = [recipe] if shipped else [beneath, recipe]
-    layers: list[tuple[str, Any]] = [(f"recipe {name}", _read(_path(name))) for name in recipes if name]
-    given = {key: value for key, value in (flags or {}).items() if value is not None}
-    layers.append(("options", OmegaConf.create(given)))
-    words = list(overrides)
-    for word in words:
-        if "=" not in word:
-            raise UserError(f"expected key=value, found {word!r}; for example epochs=30 or flip=false")
-    layers.append(("key=value", OmegaConf.from_dotlist(words)))
-    config = OmegaConf.structured(PretrainConfig)
-    for name, layer in layers:
-        if not OmegaConf.is_dict(layer):
-            raise UserError(f"{name}: expected keys and values, as in 'epochs: 30'")
-        _refuse_unknown_keys(layer, PretrainConfig, name)
-        stated = config.method
-        try:
-            config = OmegaConf.merge(config, layer)
-        except OmegaConfBaseException as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(f"{name}: {first_line} (key {getattr(error, 'full_key', '') or '?'})") from error
-        if shipped and name in ("options", "key=value") and config.method != stated:
-            raise UserError(
-                f"recipe {shipped} is for {stated}, found method {config.method}; leave --method out, or take "
-                f"--recipe {shipped.replace(stated, config.method)}"
-            )
-    made = OmegaConf.to_object(config)
-    assert isinstance(made, PretrainConfig)
-    _check(made)
-    return made
+    def infer(config: PretrainConfig) -> Any:
+        return read_recipe(find_recipe(default_recipe(config.method, count_images(config)), "pretrain"))
+
+    shipped = recipe is not None and find_recipe(recipe, "pretrain").parent == recipe_folder("pretrain")
+    config = load_config(
+        recipe, flags, overrides, None if shipped or count_images is None else infer, schema=PretrainConfig
+    )
+    if shipped and (stated := load_config(recipe, schema=PretrainConfig).method) != config.method:
+        other = str(recipe).replace(stated, config.method)
+        hint = f", or take {option('recipe', other)}" if other != str(recipe) else ""
+        raise ConfigError(f"recipe {recipe} is for {stated}, found method {config.method}; leave the method out{hint}")
+    return config
 
 
-def resolve(config: PretrainConfig, images: int, input_size: int) -> PretrainConfig:
+def default_recipe(method: str, image_count: int) -> str:
+    """Return the name of the shipped recipe for a method and the size of the data.
+
+    >>> default_recipe("byol", 1797)
+    'laptop-byol'
+    """
+    return f"{'laptop' if image_count < LAPTOP_IMAGES else 'paper'}-{method}"
+
+
+def resolve(config: PretrainConfig, image_count: int, input_size: int) -> PretrainConfig:
     """Put a value in place of every None that depends on the data, and cut what is too large for them."""
-    if images < FEWEST:
-        raise UserError(f"{config.data} has {images} readable images; a pretext task needs at least {FEWEST}")
+    if image_count < FEWEST:
+        raise DataError(f"{config.data} has {image_count} readable images; a pretext task needs at least {FEWEST}")
     epochs = config.epochs
     if epochs is None:
-        epochs = min(200, max(20, round(IMAGES_SEEN / images)))
+        epochs = min(200, max(20, round(IMAGES_SEEN / image_count)))
     warmup = max(1, round(epochs / 20)) if config.warmup_epochs is None else config.warmup_epochs
     config = dataclasses.replace(
         config,
         epochs=epochs,
         warmup_epochs=min(warmup, epochs // 4),
-        batch_size=min(config.batch_size, images),
+        batch_size=min(config.batch_size, image_count),
         optimizer=config.optimizer or ("lars" if config.method == "byol" else "sgd"),
         input_size=input_size,
         flip=config.data != "digits" if config.flip is None else config.flip,
@@ -180,57 +170,10 @@ def resolve(config: PretrainConfig, images: int, input_size: int) -> PretrainCon
     if config.method == "mocov2":
         queue = PAPER_QUEUE if config.queue is None else config.queue
         # A queue as large as the set would hold an earlier key of the very image that is asked for.
-        config = dataclasses.replace(config, queue=queue if queue < images else images // 2)
+        config = dataclasses.replace(config, queue=queue if queue < image_count else image_count // 2)
     return config
 
 
-def steps_per_epoch(config: PretrainConfig, images: int) -> int:
-    return len(batch_sizes(images, config.batch_size))
-
-
-def to_yaml(config: PretrainConfig) -> str:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def _check(config: PretrainConfig) -> None:
-    """Refuse values that no run can use."""
-    for name, known in (("method", tuple(TITLES)), ("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
-        value = getattr(config, name)
-        if value is not None and value not in known:
-            near = difflib.get_close_matches(value, known, n=1)
-            raise UserError(
-                f"{name} is one of {', '.join(known)}; found {value!r}" + (f"; did you mean {near[0]}?" if near else "")
-            )
-    for name, least in LEAST.items():
-        value = getattr(config, name)
-        if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}, found {value}")
-    for name, (low, high) in BETWEEN.items():
-        value = getattr(config, name)
-        if value is not None and not low <= value <= high:
-            raise UserError(f"{name} must lie between {low} and {high}, found {value}")
-
-
-def _path(recipe: str | Path) -> Path:
-    name = shipped_recipe(recipe)
-    if name is not None:
-        return pretrain_recipes() / f"{name}.yaml"
-    path = Path(recipe).expanduser()
-    if path.is_file():
-        return path
-    near = difflib.get_close_matches(str(recipe), pretrain_recipe_names(), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"no recipe {str(recipe)!r}: {hint}--list-recipes names them, or give a YAML file")
-
-
-def _read(path: Path) -> Any:
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.load(path)
-    except OSError as error:
-        raise UserError(f"cannot read recipe {path}: {error.strerror}") from error
-    except Exception as error:  # YAML errors of several libraries
-        raise UserError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
+def steps_per_epoch(config: PretrainConfig, image_count: int) -> int:
+    """Return the number of batches that hold all images."""
+    return len(batch_sizes(image_count, config.batch_size))

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, VERSION, WEIGHTS
+from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.schema import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.data.atomic import write_atomically
@@ -31,9 +32,7 @@ from cdc_plugin.training.pretext.config import (
     default_recipe,
     load_pretrain_config,
     resolve,
-    shipped_recipe,
     steps_per_epoch,
-    to_yaml,
 )
 from cdc_plugin.training.pretext.methods import METHODS, Sizes, require_lightly
 from cdc_plugin.training.pretext.networks import fresh_backbone, spec_of
@@ -96,8 +95,7 @@ def pretrain(
             raise UserError(f"{folder} has no finished epoch to go on from; give --data to start it")
         with log_to(folder / LOG):
             if state is None:
-                if shipped_recipe(recipe) is None:
-                    config = load_pretrain_config(recipe, flags, words, _beneath(config))
+                config = load_pretrain_config(recipe, flags, words, count_images)
                 config, images = start(config, folder)
             else:
                 config, images = restart(config, folder, state)
@@ -247,12 +245,11 @@ def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
     return [round(value, 4) for value in mean.tolist()], [round(value, 4) for value in std.tolist()]
 
 
-def _beneath(config: PretrainConfig) -> str:
-    """The shipped recipe for the method and the number of images."""
-    images = len(describe_source(config.data, 32, config.data_root))
-    name = default_recipe(config.method, images)
-    log.info("%d images: settings of recipe %s", images, name)
-    return name
+def count_images(config: PretrainConfig) -> int:
+    """Return the number of images, without reading them, and log which recipe follows from it."""
+    count = len(describe_source(config.data, 32, config.data_root))
+    log.info("%d images: settings of recipe %s", count, default_recipe(config.method, count))
+    return count
 
 
 def _open(config: PretrainConfig, size: int) -> ImageSet:

@@ -59,7 +59,7 @@ def test_shares_become_numbers_of_the_batch():
         ("cdc:calibration=temperature", "labelled images"),
         ("cdc:batch_size=x%", "expected a number before the %"),
         ("cdc:heads=three", "heads is one of dual, clu, clu+cal"),
-        ("cdc:epochs=-1", "epochs must be 0 or more"),
+        ("cdc:epochs=-1", "epochs must be at least 0"),
         ("cdc:augment.flip=false", "augment.flip is the same for all methods"),
         ("cdc:frozen_views=8", "frozen_views is the same for all methods"),
         ("cdc:seed=3", "seed is the same for all methods"),

@@ -1,11 +1,12 @@
 import pytest
 
 from cdc_plugin.config.load import load_config
-from cdc_plugin.config.recipes import recipe_folder, recipe_names
+from cdc_plugin.config.recipes import find_recipe, recipe_folder, recipe_names, recipe_summary
 from cdc_plugin.config.schema import resolve
 from cdc_plugin.core.selection import selections
 from cdc_plugin.data.sources.named import datasets
 from cdc_plugin.data.views import ViewSettings
+from cdc_plugin.errors import ConfigError
 
 # Sec. 4.1 and the appendix: name, images, C, B, B_s, K, rate of the backbone, crop.
 PAPER = [
@@ -57,5 +58,20 @@ def test_every_recipe_can_be_run(name):
     )
 
 
-def test_every_file_beside_the_recipes_is_one():
-    assert {path.name for path in recipe_folder().iterdir()} == {f"{name}.yaml" for name in recipe_names()}
+@pytest.mark.parametrize("group", ["cdc", "pretrain"])
+def test_every_file_beside_the_recipes_is_one_and_opens_with_what_it_is_for(group):
+    assert {path.name for path in recipe_folder(group).iterdir()} == {f"{name}.yaml" for name in recipe_names(group)}
+    assert all(len(recipe_summary(name, group)) > 20 for name in recipe_names(group))
+
+
+def test_a_recipe_is_found_by_name_with_or_without_its_group_and_by_path(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.touch()
+    assert find_recipe("cifar10") == find_recipe("cdc/cifar10") == recipe_folder() / "cifar10.yaml"
+    assert find_recipe("paper-byol", "pretrain") == find_recipe("pretrain/paper-byol", "pretrain")
+    assert find_recipe(file) == file
+
+
+def test_an_unknown_recipe_names_the_nearest_and_all_others():
+    with pytest.raises(ConfigError, match=r"did you mean 'cifar10'.*default, digits"):
+        find_recipe("cifar1O")

@@ -1,16 +1,9 @@
 import pytest
 
+from cdc_plugin.config.load import load_config, to_yaml
+from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.pretext.config import (
-    TITLES,
-    default_recipe,
-    load_pretrain_config,
-    pretrain_recipe_names,
-    pretrain_recipe_summary,
-    pretrain_recipes,
-    resolve,
-    to_yaml,
-)
+from cdc_plugin.training.pretext.config import TITLES, PretrainConfig, default_recipe, load_pretrain_config, resolve
 
 
 @pytest.mark.parametrize("method", TITLES)
@@ -32,15 +25,13 @@ def test_the_values_of_the_paper(method):
     assert resolved.flip is True
 
 
-def test_there_is_a_recipe_of_each_size_for_each_method_and_nothing_else():
-    expected = sorted(f"{size}-{method}" for size in ("laptop", "paper") for method in TITLES)
-    assert pretrain_recipe_names() == expected
-    assert {path.name for path in pretrain_recipes().iterdir()} == {f"{name}.yaml" for name in expected}
+def test_there_is_a_recipe_of_each_size_for_each_method_and_one_for_the_demo():
+    sizes = [f"{size}-{method}" for size in ("laptop", "paper") for method in TITLES]
+    assert recipe_names("pretrain") == sorted([*sizes, "demo"])
 
 
-@pytest.mark.parametrize("name", pretrain_recipe_names())
-def test_every_recipe_says_what_it_is_and_can_be_resolved(name):
-    assert len(pretrain_recipe_summary(name)) > 20
+@pytest.mark.parametrize("name", recipe_names("pretrain"))
+def test_every_recipe_can_be_resolved(name):
     config = resolve(load_pretrain_config(name, {"data": "photos"}), 3_000, 64)
     unused = {"mocov2": {"predictor"}, "simsiam": {"queue", "ema", "ema_end"}, "byol": {"queue"}}[config.method]
     unknown = {key for key, value in vars(config).items() if value is None}
@@ -75,24 +66,19 @@ def test_digits_are_not_mirrored_unless_asked_for():
 def test_words_overrule_flags_and_flags_a_file_and_a_file_what_lies_beneath(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("method: byol\nepochs: 7\nlr: 0.3\nseed: 4\n")
-    config = load_pretrain_config(file, {"epochs": 8, "seed": 5}, ["seed=6"], beneath="laptop-byol")
+    config = load_pretrain_config(file, {"epochs": 8, "seed": 5}, ["seed=6"], lambda config: 1000)
     assert (config.lr, config.epochs, config.seed, config.arch) == (0.3, 8, 6, "small")
 
 
 def test_resolved_settings_are_read_back_as_they_were(tmp_path):
     config = resolve(load_pretrain_config("laptop-mocov2", {"data": "digits"}), 1797, 32)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load_pretrain_config(tmp_path / "config.yaml") == config
+    assert load_config(tmp_path / "config.yaml", schema=PretrainConfig) == config
 
 
-@pytest.mark.parametrize("name", pretrain_recipe_names())
+@pytest.mark.parametrize("name", recipe_names("pretrain"))
 def test_a_shipped_recipe_that_is_asked_for_stands_alone(name):
-    other = name.replace("paper", "laptop") if name.startswith("paper") else name.replace("laptop", "paper")
-    assert load_pretrain_config(name, beneath=other) == load_pretrain_config(name)
-
-
-def test_a_recipe_may_be_named_with_its_folder():
-    assert load_pretrain_config("pretrain/paper-byol") == load_pretrain_config("paper-byol")
+    assert load_pretrain_config(name, None, (), lambda config: pytest.fail("not needed")) == load_pretrain_config(name)
 
 
 @pytest.mark.parametrize(
@@ -102,25 +88,18 @@ def test_a_recipe_may_be_named_with_its_folder():
         (None, ["epoch=3"], "did you mean epochs"),
         (None, ["epochs"], "expected key=value"),
         (None, ["method=mocov3"], "did you mean mocov2"),
-        (None, ["epochs=0"], "epochs must be at least 1"),
-        (None, ["batch_size=2"], "batch_size must be at least 8"),
-        (None, ["ema=1.5"], "ema must lie between 0 and 1"),
+        (None, ["epochs=0"], "epochs.* at least 1"),
+        (None, ["batch_size=2"], "batch_size.* at least 8"),
+        (None, ["ema=1.5"], "ema must be .* at most 1"),
         (None, ["lr=fast"], "lr"),
         (None, ["optimizer=adam"], "sgd, lars"),
-        ("paper-byol", ["method=simsiam"], "--recipe paper-simsiam"),
+        ("paper-byol", ["method=simsiam"], "recipe='paper-simsiam'"),
     ],
 )
-def test_mistakes_are_told_with_what_to_type_next(recipe, words, message):
+def test_mistakes_are_refused_with_what_to_type_next(recipe, words, message):
     with pytest.raises(UserError, match=message) as raised:
         load_pretrain_config(recipe, None, words)
     assert "\n" not in str(raised.value)
-
-
-def test_a_recipe_that_is_no_yaml_is_refused(tmp_path):
-    file = tmp_path / "broken.yaml"
-    file.write_text("epochs: [1")
-    with pytest.raises(UserError, match="not valid YAML"):
-        load_pretrain_config(file)
 
 
 def test_too_few_images_are_refused():

@@ -183,7 +183,7 @@ def test_help_and_version_are_printed(flag, text, capsys):
 def test_the_recipes_are_listed(capsys):
     pretrain_command(["--list-recipes"])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines][:3] == ["laptop-byol", "laptop-mocov2", "laptop-simsiam"]
+    assert [line.split()[0] for line in lines][:3] == ["demo", "laptop-byol", "laptop-mocov2"]
 
 
 def test_mistakes_end_with_one_line(capsys, tmp_path, monkeypatch, archive):

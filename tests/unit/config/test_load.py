@@ -1,0 +1,119 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cdc_plugin.config.load import load_config, to_yaml
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.errors import ConfigError
+
+
+def test_later_layers_win_over_earlier_ones(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("clusters: 3\nepochs: 7\nseed: 1\naugment:\n  flip: false\n  operations: 2\n")
+    config = load_config(
+        recipe,
+        {"epochs": 8, "seed": 2, "clusters": None},
+        ["seed=3", "augment.operations=1"],
+        lambda config: {"clusters": 4, "data": f"photos of {config.seed}", "augment": {"cutout": 5}},
+    )
+    assert (config.clusters, config.epochs, config.seed, config.data) == (3, 8, 3, "photos of 3")
+    assert (config.augment.flip, config.augment.operations, config.augment.cutout) == (False, 1, 5)
+    assert config.hidden == RefineConfig().hidden
+
+
+def test_nested_flags_and_paths_are_taken(tmp_path):
+    config = load_config(None, {"augment": {"flip": False, "exclude": ["solarize"]}, "out": tmp_path})
+    assert config.augment.flip is False
+    assert config.augment.exclude == ["solarize"]
+    assert config.out == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("word", "facts"),
+    [
+        ("epoch=3", ["'epoch'", "epochs"]),
+        ("mini_cluster=3", ["mini_clusters"]),
+        ("lr=0.1", ["'lr'", "lr_heads", "lr_backbone"]),
+        ("flip=false", ["augment.flip"]),
+        ("augment.flips=true", ["'augment.flips'", "augment.flip"]),
+        ("augment=3", ["augment.flip"]),
+        ("zzz=1", ["clusters", "augment.cutout"]),
+        ("clusters", ["key=value", "'clusters'"]),
+        ("clusters=many", ["clusters", "whole number", "'many'"]),
+        ("clusters=1", ["at least 2", "found 1"]),
+        ("hidden=1.5", ["hidden", "1.5"]),
+        ("hidden=0", ["hidden", "at least 1"]),
+        ("batch_size=0", ["batch_size", "at least 1"]),
+        ("sub_batch_size=1", ["at least 2", "BatchNorm"]),
+        ("epochs=-1", ["epochs", "at least 0"]),
+        ("lr_heads=-0.1", ["lr_heads", "at least 0"]),
+        ("lr_backbone=nan", ["lr_backbone", "at most 10"]),
+        ("threshold=1.1", ["threshold", "at most 1"]),
+        ("augment.crop_scale=0", ["augment.crop_scale", "above 0"]),
+        ("schedule=linear", ["cosine", "constant", "'linear'"]),
+        ("precision=float8", ["float32", "bfloat16", "did you mean"]),
+        ("mean=[0.5]", ["mean", "3 numbers"]),
+        ("out=${nowhere}", ["nowhere"]),
+    ],
+)
+def test_a_wrong_word_is_refused_in_one_line_with_what_is_right(word, facts):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(overrides=[word])
+    assert "\n" not in str(refusal.value)
+    assert all(fact in str(refusal.value) for fact in facts), str(refusal.value)
+
+
+def test_all_that_is_wrong_is_reported_at_once_and_before_anything_is_inferred(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("batchsize: 3\nepochs: -1\n")
+    with pytest.raises(ValueError) as refusal:
+        load_config(
+            recipe, {"lr_head": 1e-3}, ["clusters=many", "passes=slow"], lambda config: pytest.fail("too early")
+        )
+    first, *lines = str(refusal.value).splitlines()
+    assert "5" in first
+    unknown, flag, kind, *limits = lines
+    assert "mine.yaml" in unknown
+    assert "did you mean batch_size" in unknown
+    assert "did you mean lr_heads" in flag
+    assert "clusters" in kind
+    assert "passes" in limits[0]
+    assert "mine.yaml" in limits[1]
+    assert "epochs" in limits[1]
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\tclusters: 3", "just words"])
+def test_files_that_are_no_recipe_are_refused(tmp_path, text):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        load_config(recipe)
+
+
+def test_an_empty_recipe_changes_nothing(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("")
+    assert load_config(recipe) == RefineConfig()
+
+
+def test_a_recipe_cannot_run_code(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("backbone: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(recipe)
+
+
+@pytest.mark.parametrize("stated", [{"flags": {"mean": [0.5] * 3}}, {"overrides": ["mean=[0.5,0.5,0.5]"]}])
+def test_what_a_recipe_says_of_the_input_is_told_from_what_the_user_says(stated):
+    assert load_config("cifar10").from_recipe == ["mean", "std", "input_size"]
+    assert load_config("cifar10", **stated).from_recipe == ["std", "input_size"]
+    assert load_config(**stated).from_recipe == []
+
+
+def test_yaml_of_a_config_reads_back_as_the_same_config(tmp_path):
+    config = load_config("cifar10", {"out": Path("a folder/ä"), "seed": 3, "backbone": "b: c.pt"})
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(path) == config
+    assert yaml.safe_load(path.read_text(encoding="utf-8"))["clusters"] == 10
