@@ -28,7 +28,7 @@ from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.errors import CheckpointError, DataError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.initialise import InitialHeads, initial_heads
+from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
 from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views
 from cdc_plugin.training.features import head_probabilities, kmeans_assignment
 from cdc_plugin.training.refiner import Refiner
@@ -186,7 +186,9 @@ def _initialise_heads(setup: TrainingSetup) -> InitialHeads:
     config, features = setup.config, setup.features.to(setup.device)
     assert config.init is not None
     old = head_probabilities(setup.heads[-1].to(setup.device), features) if setup.heads else None
-    return initial_heads(config.init, setup.heads, features, old, config, generator(config.seed, INITIALISATION))
+    assert config.clusters is not None
+    randomness = generator(config.seed, INITIALISATION)
+    return build_initial_heads(config.init, setup.heads, features, old, config.clusters, config.hidden, randomness)
 
 
 def _require_labels(setup: TrainingSetup) -> Tensor:

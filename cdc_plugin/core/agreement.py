@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.neighbours import nearest_neighbours
+from cdc_plugin.errors import DataError
 
 
 def agreement(first: Tensor, second: Tensor, clusters: int) -> float:
@@ -41,3 +41,20 @@ def separation(features: Tensor, halves: Tensor) -> float:
     line = F.normalize(first.mean(dim=0) - second.mean(dim=0), dim=0)
     one, two = first @ line, second @ line
     return ((one.mean() - two.mean()).abs() / (one.std() + two.std()).clamp_min(1e-9)).item()
+
+
+def nearest_neighbours(features: Tensor, count: int) -> Tensor:
+    """Rows (N, k) of the k = min(count, N - 1) nearest by cosine, nearest first; none is its own neighbour.
+
+    Args:
+        features: (N, D), of any length.
+    """
+    if len(features) < 2:
+        raise DataError(f"neighbours are looked for among at least 2 images; found {len(features)}: add images")
+    unit = F.normalize(features, dim=1)
+    nearest = []
+    for rows in torch.arange(len(unit), device=unit.device).split(1024):
+        likeness = unit[rows] @ unit.T
+        likeness[torch.arange(len(rows), device=unit.device), rows] = -2.0  # below every cosine
+        nearest.append(likeness.topk(min(count, len(unit) - 1), dim=1).indices)
+    return torch.cat(nearest)

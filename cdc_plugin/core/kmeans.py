@@ -7,6 +7,7 @@ scikit-learn: of a few random candidates the one that lowers the inertia most be
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 _BLOCK = 1 << 24
 # Distances of all pairs of points are held only where they are no more than this (256 MB: 8,192 points).
 _PAIRS = 1 << 26
+
+Blocks = Callable[[], Iterable[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,43 @@ def lloyd(points: Tensor, centers: Tensor, iterations: int = 100, tolerance: flo
         if shift <= small or torch.equal(assignment, previous):
             break
     return Partition(centers, assignment, distance.sum().item())
+
+
+def lloyd_blocks(
+    blocks: Blocks,
+    centers: Tensor,
+    total: Callable[[Tensor], Tensor] = lambda sums: sums,
+    iterations: int = 20,
+    tolerance: float = 1e-4,
+) -> Tensor:
+    """Lloyd's iterations over blocks (n, D) of points, from given centres (K, D); returns the centres.
+
+    As `core.kmeans.lloyd`: clusters without points keep their centre, and centres that move less than ``tolerance``
+    of the variance are done.
+
+    Args:
+        blocks: gives all points anew at every call.
+        total: sums a tensor over all processes, each of which has blocks of its own.
+    """
+    clusters, width = centers.shape
+    for _ in range(iterations):
+        # Sizes, sum of the squares and sum of the points themselves travel together.
+        sums = torch.zeros(clusters, width + 2, dtype=torch.float64)
+        for block in blocks():
+            assignment, _ = nearest(block, centers.to(block.device))
+            points = block.cpu().double()
+            extended = torch.cat([points, torch.ones(len(points), 1), points.square().sum(dim=1)[:, None]], dim=1)
+            sums.index_add_(0, assignment.cpu(), extended)
+        total(sums)
+        sizes, count = sums[:, width : width + 1], sums[:, width].sum()
+        moved = torch.where(sizes > 0, sums[:, :width] / sizes.clamp(min=1), centers.cpu().double())
+        mean = sums[:, :width].sum(dim=0) / count
+        variance = (sums[:, width + 1].sum() / count - mean.square().sum()) / width
+        shift = (moved - centers.cpu().double()).square().sum()
+        centers = moved.to(centers)
+        if shift <= tolerance * variance:
+            break
+    return centers
 
 
 def nearest(points: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class HeadWeights:
     centers: Tensor
 
 
-def prototype_head(
+def fit_prototype_head(
     features: Tensor,
     clusters: int,
     hidden: int,
@@ -80,7 +80,7 @@ def prototype_head(
     second = orthogonalize(means - means.mean(dim=0))
     logits = activations @ second.T
     targets = consensus_targets(directions, logits.argmax(dim=1), runs, generator)
-    return HeadWeights(first, mean, variance, second * fitted_scale(logits, targets), partition, runs[0].centers)
+    return HeadWeights(first, mean, variance, second * fit_scale(logits, targets), partition, runs[0].centers)
 
 
 def standardize_rows(features: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def consensus_targets(directions: Tensor, labels: Tensor, runs: list[Partition],
     return mini_cluster_targets(torch.stack(votes).mean(dim=0), neighbours, count)
 
 
-def fitted_scale(logits: Tensor, targets: Tensor) -> float:
+def fit_scale(logits: Tensor, targets: Tensor) -> float:
     """The factor on (N, C) logits with the least cross-entropy to the targets, by bisection.
 
     The loss is convex in the factor; its slope is Σ (softmax - target) · logit.

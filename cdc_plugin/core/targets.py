@@ -39,7 +39,7 @@ def mini_cluster_count(confidence: float, batch: int, clusters: int, largest: fl
     return min(max(round(batch / size), 2 * clusters), batch)
 
 
-def mini_clusters_of(features: Tensor, mini_clusters: int, generator: torch.Generator) -> Tensor:
+def find_mini_clusters(features: Tensor, mini_clusters: int, generator: torch.Generator) -> Tensor:
     """Partition (B, D) features into K mini-clusters and return the mini-cluster (B,) of every sample.
 
     Rows are L2-normalised. The paper takes the features as they are, the released code L1-normalises them;

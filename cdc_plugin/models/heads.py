@@ -1,4 +1,4 @@
-"""Clustering heads: the one of Sec. 3.3, those that other methods trained, and the way from one to the other."""
+"""Clustering heads: the one of Sec. 3.3 and those that other methods trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 
 
 class LayeredHead(nn.Sequential):
@@ -30,18 +30,18 @@ class LayeredHead(nn.Sequential):
         return int(next(entry[2] for entry in reversed(self.layers) if entry[0] == "linear"))
 
     def hidden(self, features: Tensor) -> Tensor:
-        """What the last layer is given."""
+        """Return the input of the last layer."""
         for layer in list(self)[:-1]:
             features = layer(features)
         return features
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The last layer; ``logits(hidden(features))`` is the whole head."""
+        """Apply the last layer; ``logits(hidden(features))`` is the whole head."""
         return self[-1](hidden)
 
     @property
     def spec(self) -> dict[str, Any]:
-        """How `build_head` makes it again, for JSON."""
+        """Return what `build_head` needs to build it again, for JSON."""
         return {"kind": "layers", "layers": self.layers, "clusters": self.clusters}
 
 
@@ -102,7 +102,7 @@ class CosineHead(nn.Module):
         }
 
     def hidden(self, features: Tensor) -> Tensor:
-        """The projection at unit length, which is compared with the centres."""
+        """Return the projection at unit length, which is compared with the centres."""
         return F.normalize(self.projection(features), dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -120,9 +120,13 @@ class Normalize(nn.Module):
 
 
 def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | CosineHead:
-    """A head with random weights from what its ``spec`` said; the result folder's first version had no kind."""
+    """Build a head with random weights from its ``spec``.
+
+    >>> build_head({"kind": "mlp", "hidden": 4, "clusters": 3}, feature_dim=2, source="here").clusters
+    3
+    """
     try:
-        kind = spec.get("kind", "mlp")
+        kind = spec["kind"]
         if kind == "mlp":
             return ClusterHead(feature_dim, int(spec["hidden"]), int(spec["clusters"]))
         if kind == "layers":
@@ -131,7 +135,7 @@ def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | Cosine
             return CosineHead(spec["layers"], int(spec["dim"]), int(spec["clusters"]), float(spec["temperature"]))
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         pass
-    raise UserError(f"{source} does not state its heads in a way this release knows; was it edited by hand?")
+    raise CheckpointError(f"{source} does not state its heads in a known way; was it edited by hand?")
 
 
 def _layer(kind: str, *sizes: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Where the heads of a run come from: feature prototypes (Sec. 3.3), or the head of an older clustering model."""
+"""The heads that a run starts with: from feature prototypes (Sec. 3.3) or from an older clustering model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.kmeans import kmeans
-from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, prototype_head, standardize_rows
+from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, fit_prototype_head, standardize_rows
 from cdc_plugin.core.random_streams import fork_rng
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError, option
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
 
-Refine = Callable[[Tensor], Tensor]
+RefineCenters = Callable[[Tensor], Tensor]
 INITS = ("prototypes", "keep", "random")
 
 
 @dataclass(frozen=True)
 class InitialHeads:
-    """Both heads as a run begins, and the k-means partition (N,) of the features that they compete with.
+    """Both heads at the start of a run, and the k-means partition (N,) of the features that they compete with.
 
-    ``centers`` (C, D) are those of the partition, among standardised rows.
+    ``centers`` (C, D) are the centres of the partition among standardised rows.
     """
 
     clustering: nn.Module
@@ -35,84 +34,88 @@ class InitialHeads:
     centers: Tensor | None = None
 
 
-def with_clusters(config: RefineConfig, heads: tuple[nn.Module, ...]) -> RefineConfig:
-    """The number of clusters is the user's, else the old model's."""
-    if config.clusters is not None:
-        return config
-    if not heads:
-        raise UserError("missing --clusters: the checkpoint is a backbone and does not say how many")
-    return replace(config, clusters=int(heads[-1].clusters))  # type: ignore[arg-type]
+def choose_clusters(clusters: int | None, old_heads: tuple[nn.Module, ...]) -> int:
+    """Return the number of clusters that was asked for, else that of the old model."""
+    if clusters is not None:
+        return clusters
+    if not old_heads:
+        example = option("clusters", 10)
+        raise ConfigError(f"missing {example} or another number: the checkpoint is a backbone and does not state one")
+    return int(old_heads[-1].clusters)  # type: ignore[arg-type]
 
 
-def choose_init(asked: str | None, heads: tuple[nn.Module, ...], clusters: int) -> str:
-    """How to begin: as asked, else from the old head where there is one of the right size."""
-    if asked not in (None, *INITS):
-        raise UserError(f"init is one of {', '.join(INITS)}; found {asked!r}")
-    sizes = {int(head.clusters) for head in heads}  # type: ignore[arg-type]
-    if asked == "keep" and not heads:
-        raise UserError("--init keep needs a checkpoint with a clustering head, this one is a backbone; leave it out")
-    if asked == "keep" and sizes != {clusters}:
-        found = ", ".join(map(str, sorted(sizes)))
-        raise UserError(f"--init keep keeps the {found} clusters of the old model; leave --clusters {clusters} out")
-    return asked or ("keep" if sizes == {clusters} else "prototypes")
+def choose_init(init: str | None, old_heads: tuple[nn.Module, ...], clusters: int) -> str:
+    """Return ``init`` if it can be done; by default keep the old heads where their size fits."""
+    if init not in (None, *INITS):
+        raise ConfigError(f"init is one of {', '.join(INITS)}; found {init!r}")
+    sizes = {int(head.clusters) for head in old_heads}  # type: ignore[arg-type]
+    keep = option("init", "keep")
+    if init == "keep" and not old_heads:
+        raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
+    if init == "keep" and sizes != {clusters}:
+        old, new = ", ".join(map(str, sorted(sizes))), option("clusters", clusters)
+        raise ConfigError(f"{keep} keeps the {old} clusters of the old model; leave {new} out")
+    return init or ("keep" if sizes == {clusters} else "prototypes")
 
 
-def initial_heads(
+def build_initial_heads(
     init: str,
     old_heads: tuple[nn.Module, ...],
     features: Tensor,
-    old: NDArray[np.float32] | None,
-    config: RefineConfig,
+    old_probs: NDArray[np.float32] | None,
+    clusters: int,
+    hidden: int,
     generator: torch.Generator,
-    refine: Refine | None = None,
+    refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """Both heads on (N, D) features, by one of ``INITS``; ``refine`` as in `core.prototypes.prototype_head`."""
-    assert config.clusters is not None
+    """Build both heads on (N, D) features, by one of ``INITS``; other arguments as in the functions below."""
     if init == "keep":
-        return heads_kept(old_heads, features, config.hidden, generator, refine)
+        return keep_old_heads(old_heads, features, hidden, generator, refine_centers)
     if init == "random":
-        return heads_at_random(features, config.clusters, config.hidden, generator)
-    return heads_from_prototypes(features, config.clusters, config.hidden, generator, old, refine)
+        return build_random_heads(features, clusters, hidden, generator)
+    return build_prototype_heads(features, clusters, hidden, generator, old_probs, refine_centers)
 
 
-def heads_from_prototypes(
+def build_prototype_heads(
     features: Tensor,
     clusters: int,
     hidden: int,
     generator: torch.Generator,
-    old: NDArray[np.float32] | None,
-    refine: Refine | None = None,
+    old_probs: NDArray[np.float32] | None = None,
+    refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """Both heads alike, from (N, D) features; clusters take the numbers of the old model's that they meet most.
+    """Build two equal heads from prototypes of (N, D) features (Sec. 3.3).
 
     Args:
-        old: (N, C') probabilities of the old model, if there is one.
+        old_probs: (N, C') probabilities of the old model, if there is one: clusters take the numbers of those of
+            its clusters that they share most samples with.
+        refine_centers: as in `core.prototypes.fit_prototype_head`.
     """
-    weights = prototype_head(features, clusters, hidden, generator, refine)
-    if old is not None:
-        assignment = _head_with(weights, features.shape[1])(features).argmax(dim=1)
-        order = matching_order(assignment.cpu().numpy(), old.argmax(axis=1), clusters, old.shape[1])
+    weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers)
+    if old_probs is not None:
+        assignment = _build_head(weights, features.shape[1])(features).argmax(dim=1)
+        order = match_cluster_numbers(assignment.cpu().numpy(), old_probs.argmax(axis=1), clusters, old_probs.shape[1])
         weights = replace(weights, second=weights.second[torch.from_numpy(order).to(weights.second.device)])
-    head = _head_with(weights, features.shape[1])
+    head = _build_head(weights, features.shape[1])
     return InitialHeads(head, copy.deepcopy(head), weights.partition, weights.centers)
 
 
-def heads_kept(
+def keep_old_heads(
     heads: tuple[nn.Module, ...],
     features: Tensor,
     hidden: int,
     generator: torch.Generator,
-    refine: Refine | None = None,
+    refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """The old model's heads, which give the same logits as before; a linear one is lifted into the MLP."""
+    """Keep the old model's heads, with the logits they had; a linear head is lifted into the MLP of Sec. 3.3."""
     clusters = int(heads[-1].clusters)  # type: ignore[arg-type]
-    weights = prototype_head(features, clusters, max(hidden, 2 * clusters), generator, refine)
-    first, last = (_kept(head, weights, features) for head in (heads[0], heads[-1]))
+    weights = fit_prototype_head(features, clusters, max(hidden, 2 * clusters), generator, refine_centers)
+    first, last = (_keep_head(head, weights, features) for head in (heads[0], heads[-1]))
     return InitialHeads(first, last, weights.partition, weights.centers)
 
 
-def heads_at_random(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
-    """Both heads alike, with torch's random weights: what prototypes are compared with (Tab. 3, I)."""
+def build_random_heads(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
+    """Build two equal heads with torch's random weights, which prototypes are compared with (Tab. 3, I)."""
     partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS)
     with fork_rng(generator, torch.device("cpu")):
         head = ClusterHead(features.shape[1], hidden, clusters)
@@ -122,15 +125,15 @@ def heads_at_random(features: Tensor, clusters: int, hidden: int, generator: tor
 
 @torch.no_grad()
 def lift_linear(linear: nn.Linear, weights: HeadWeights, features: Tensor) -> ClusterHead:
-    """The MLP of Sec. 3.3 with the same logits as a linear layer, exactly.
+    """Build the MLP of Sec. 3.3 that has exactly the logits of a linear layer.
 
-    A logit a is carried by two hidden units as ReLU(a) - ReLU(-a). BatchNorm lets them pass: it restores the
-    mean and deviation of the data that it takes away. The other hidden units are the prototypes' and have no
-    say yet, their outgoing weights are 0.
+    Two hidden units carry a logit a as ReLU(a) - ReLU(-a). BatchNorm passes it on unchanged: it restores the
+    mean and deviation of the data that it removes. The other hidden units are those of the prototypes and have no
+    effect yet, since their outgoing weights are 0.
 
     Args:
-        weights: prototype weights for those other units.
-        features: (N, D), whose statistics BatchNorm gets.
+        weights: prototype weights for the other units.
+        features: (N, D), whose statistics BatchNorm takes.
     """
     clusters, hidden = linear.out_features, len(weights.first)
     bias = linear.bias if linear.bias is not None else torch.zeros(clusters, device=linear.weight.device)
@@ -139,7 +142,7 @@ def lift_linear(linear: nn.Linear, weights: HeadWeights, features: Tensor) -> Cl
     variance = deviation.square().clamp_min(1e-12)
     lifted = slice(0, 2 * clusters)
     assert 2 * clusters <= hidden
-    head = _head_with(weights, linear.in_features)
+    head = _build_head(weights, linear.in_features)
     state = head.state_dict()  # its tensors are the head's own
     state["0.weight"][lifted] = torch.cat([linear.weight, -linear.weight])
     state["0.bias"][lifted] = torch.cat([bias, -bias])
@@ -150,28 +153,32 @@ def lift_linear(linear: nn.Linear, weights: HeadWeights, features: Tensor) -> Cl
     return head
 
 
-def matching_order(
-    found: NDArray[np.int64], old: NDArray[np.int64], clusters: int, old_clusters: int
+def match_cluster_numbers(
+    new: NDArray[np.int64], old: NDArray[np.int64], clusters: int, old_clusters: int
 ) -> NDArray[np.int64]:
-    """Which new cluster takes each number, (clusters,), so that most samples keep their old cluster's number."""
-    from scipy.optimize import linear_sum_assignment
+    """Return which new cluster takes each number, (clusters,), so that most samples (N,) keep their number.
+
+    >>> match_cluster_numbers(np.array([0, 0, 1, 1]), np.array([1, 1, 0, 0]), 2, 2).tolist()
+    [1, 0]
+    """
+    from scipy.optimize import linear_sum_assignment  # half a second of import
 
     size = max(clusters, old_clusters)
-    counts = np.bincount(found * size + old, minlength=size * size).reshape(size, size)
-    new, number = linear_sum_assignment(counts, maximize=True)
-    taken = {int(n): int(c) for c, n in zip(new, number, strict=True) if c < clusters and n < clusters}
+    counts = np.bincount(new * size + old, minlength=size * size).reshape(size, size)
+    rows, columns = linear_sum_assignment(counts, maximize=True)
+    taken = {int(n): int(c) for c, n in zip(rows, columns, strict=True) if c < clusters and n < clusters}
     spare = iter(sorted(set(range(clusters)) - set(taken.values())))
     return np.array([taken[n] if n in taken else next(spare) for n in range(clusters)])
 
 
-def _kept(head: nn.Module, weights: HeadWeights, features: Tensor) -> nn.Module:
+def _keep_head(head: nn.Module, weights: HeadWeights, features: Tensor) -> nn.Module:
     if isinstance(head, LayeredHead) and len(head) == 1 and isinstance(head[0], nn.Linear):
         return lift_linear(head[0].to(features.device), weights, features)
     assert isinstance(head, (LayeredHead, CosineHead))
     return copy.deepcopy(head)
 
 
-def _head_with(weights: HeadWeights, feature_dim: int) -> ClusterHead:
+def _build_head(weights: HeadWeights, feature_dim: int) -> ClusterHead:
     head = ClusterHead(feature_dim, len(weights.first), len(weights.second)).to(weights.first.device)
     head.initialize(weights)
     return head.eval()

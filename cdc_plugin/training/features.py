@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from cdc_plugin.core.kmeans import kmeans, nearest
-from cdc_plugin.core.kmeans_blocks import lloyd_blocks
+from cdc_plugin.core.kmeans import kmeans, lloyd_blocks, nearest
 from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
 from cdc_plugin.data.images import ImageSet, Progress

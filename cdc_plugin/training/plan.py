@@ -7,7 +7,7 @@ import dataclasses
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.config.schema import RefineConfig, batch_sizes, resolve, steps_per_epoch
 from cdc_plugin.data.images import survey_images
-from cdc_plugin.models.initialise import choose_init, with_clusters
+from cdc_plugin.models.initialise import choose_clusters, choose_init
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.inputs import check_request, open_network, refuse_few
 
@@ -16,7 +16,8 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
     """What `run` would do, as resolved settings and words; of the images it reads a few only."""
     check_request(config, resume=False)
     loaded = open_network(config, None)
-    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
+    config = dataclasses.replace(config, clusters=choose_clusters(config.clusters, loaded.heads))
+    backbone = loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
     adopt_native_size(backbone, config.data, config.data_root)

@@ -21,7 +21,7 @@ from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.initialise import InitialHeads, choose_init, initial_heads, with_clusters
+from cdc_plugin.models.initialise import InitialHeads, build_initial_heads, choose_clusters, choose_init
 from cdc_plugin.training.batches import training_views, view_features
 from cdc_plugin.training.choose_augmentation import choose_augmentation
 from cdc_plugin.training.device import choose_device
@@ -86,7 +86,8 @@ def _opened(
     config: RefineConfig, module: nn.Module | None, data: Any, distributed: Distributed
 ) -> tuple[RefineConfig, Loaded, Backbone, ImageSet]:
     loaded = open_network(config, module)
-    config, backbone = with_clusters(config, loaded.heads), loaded.backbone
+    config = dataclasses.replace(config, clusters=choose_clusters(config.clusters, loaded.heads))
+    backbone = loaded.backbone
     assert config.clusters is not None
     init = choose_init(config.init, loaded.heads, config.clusters)
     images = open_data(config, backbone, data)
@@ -129,7 +130,9 @@ def initialise(material: Material) -> tuple[InitialHeads, AugmentConfig]:
         log.warning("the features of all images are the same: the backbone has collapsed")
     whole, old = len(chosen) == count, None if material.old is None else material.old[chosen.numpy()]
     refine = None if whole else refine_over_all(features)
-    heads = initial_heads(config.init, material.loaded.heads, rows.to(device), old, config, randomness, refine)
+    heads = build_initial_heads(
+        config.init, material.loaded.heads, rows.to(device), old, config.clusters, config.hidden, randomness, refine
+    )
     if not whole:
         assert heads.centers is not None
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))

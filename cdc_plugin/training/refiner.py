@@ -23,8 +23,8 @@ from cdc_plugin.core.calibration import calibrations, hard_targets
 from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
 from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
 from cdc_plugin.core.selection import make_selector
-from cdc_plugin.core.selection.confident import Seen, Selection
-from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
+from cdc_plugin.core.selection.confident import Selection, SelectionInput
+from cdc_plugin.core.targets import find_mini_clusters, mini_cluster_count, mini_cluster_targets
 from cdc_plugin.training.device import autocast, rate_factor
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.exact import sum_gradients
@@ -194,7 +194,7 @@ class Refiner:
         weak_probs = F.softmax(self.target_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
         targets, count = self._targets(probs, features, confidence, randomness)
-        selection = self.select(Seen(weak_probs, views.rows.to(self.device), weak_features, hidden))
+        selection = self.select(SelectionInput(weak_probs, views.rows.to(self.device), weak_features, hidden))
         for decided in (targets, selection.labels, selection.mask):
             self.distributed.broadcast_(decided)
         return BatchTargets(selection, targets, features, confidence, count)
@@ -207,7 +207,7 @@ class Refiner:
             return hard_targets(probs), 0
         largest = _LARGEST_FROZEN if self.config.freeze_backbone else _LARGEST
         count = self.config.mini_clusters or mini_cluster_count(confidence, len(probs), probs.shape[1], largest)
-        assignment = mini_clusters_of(features, count, randomness)
+        assignment = find_mini_clusters(features, count, randomness)
         return mini_cluster_targets(probs, assignment, count), count
 
     def _features(self, images: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:

@@ -132,7 +132,7 @@ def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
         (ImageSet, "batch", "reading"),
         *((batches, f"{view}_view", "views") for view in ("plain", "weak", "strong")),
         (batches, "channels_last", "views"),
-        (engine, "mini_clusters_of", "k-means"),
+        (engine, "find_mini_clusters", "k-means"),
         (engine, "mini_cluster_targets", "targets"),
         (Backbone, "forward", pass_of),
         (torch.Tensor, "backward", backward_section),

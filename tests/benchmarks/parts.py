@@ -10,10 +10,10 @@ from material import blobs, resnet18
 from measure import Found, Limit, Setting, cpu_seconds, slope
 
 from cdc_plugin.core.kmeans import kmeans
-from cdc_plugin.core.prototypes import prototype_head
+from cdc_plugin.core.prototypes import fit_prototype_head
 from cdc_plugin.core.random_streams import generator
 from cdc_plugin.core.selection.confident import select_confident
-from cdc_plugin.core.targets import mini_cluster_targets, mini_clusters_of
+from cdc_plugin.core.targets import find_mini_clusters, mini_cluster_targets
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.training.features import Features, refine_over_all
@@ -55,7 +55,7 @@ def initialisation(setting: Setting) -> Found:
         features = blobs(count, size, clusters)
 
         def work(features: torch.Tensor = features, clusters: int = clusters) -> object:
-            return prototype_head(features, clusters, hidden, generator(0))
+            return fit_prototype_head(features, clusters, hidden, generator(0))
 
         rows[f"D = {size}, C = {clusters}"] = {"seconds": cpu_seconds(work, warm=False)}
     return Found(f"initialisation: {count} features, H = {hidden}", rows)
@@ -97,7 +97,7 @@ def _seconds(work: Work) -> float:
 
 def _minis(count: int, clusters: int) -> Work:
     features = blobs(count, FEATURES, 50)
-    return lambda: mini_clusters_of(features, clusters, generator(0))
+    return lambda: find_mini_clusters(features, clusters, generator(0))
 
 
 def _heads(count: int, clusters: int) -> Work:
@@ -107,7 +107,7 @@ def _heads(count: int, clusters: int) -> Work:
     def work() -> object:
         rows, chosen = features.sample(clusters, generator(0))
         refine = None if len(chosen) == count else refine_over_all(features)
-        return prototype_head(rows, clusters, FEATURES, generator(0), refine)
+        return fit_prototype_head(rows, clusters, FEATURES, generator(0), refine)
 
     return work
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.core.selection.confident import Seen, Selection, Selector
+from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.refiner import Refiner, Views
 
@@ -82,7 +82,7 @@ def trust(share: float):
     """A selection that takes the given share of the samples."""
 
     class Share(Selector):
-        def __call__(self, seen: Seen) -> Selection:
+        def __call__(self, seen: SelectionInput) -> Selection:
             mask = torch.arange(len(seen.probs)) < share * len(seen.probs)
             return Selection(seen.probs.argmax(dim=1), mask, torch.zeros(seen.probs.shape[1], dtype=torch.long))
 

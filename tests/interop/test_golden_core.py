@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.losses import calibration_loss, negative_entropy, soft_target_loss
-from cdc_plugin.core.prototypes import orthogonalize, prototype_head, standardize_rows
+from cdc_plugin.core.prototypes import fit_prototype_head, orthogonalize, standardize_rows
 from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets
 from tests.helpers import SHARED
@@ -103,7 +103,7 @@ def test_initialisation_is_more_accurate_than_the_released_one_on_the_same_featu
         standardized = torch.from_numpy(given["features_zscore"])
     torch.testing.assert_close(standardize_rows(features), standardized, rtol=1e-3, atol=1e-4)
     for seed in range(3):
-        head = prototype_head(features, 10, 512, torch.Generator().manual_seed(seed))
+        head = fit_prototype_head(features, 10, 512, torch.Generator().manual_seed(seed))
         hidden = F.relu((features @ head.first.T - head.mean) / (head.variance + 1e-5).sqrt())
         found = summary(F.softmax(hidden @ head.second.T, dim=1).numpy(), labels)
         assert 100 * found["ACC"] > released
@@ -135,7 +135,7 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
 
     load_weights()
     split = given["mid/split_all"]
-    monkeypatch.setattr(engine, "mini_clusters_of", lambda features, count, randomness: split)
+    monkeypatch.setattr(engine, "find_mini_clusters", lambda features, count, randomness: split)
     config = RefineConfig(
         clusters=10,
         mini_clusters=int(split.max()) + 1,

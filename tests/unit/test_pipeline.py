@@ -252,7 +252,7 @@ def test_features_that_are_not_finite_are_refused(tmp_path, digits):
 
 
 def test_requests_that_lack_something_are_refused_before_a_folder_is_made(tmp_path, digits, tiny_backbone):
-    with pytest.raises(UserError, match="missing --clusters"):
+    with pytest.raises(UserError, match="missing clusters=10 or another number"):
         refine(tiny_backbone, digits[0], out=tmp_path / "out")
     with pytest.raises(UserError, match="did you mean epochs"):
         refine(tiny_backbone, digits[0], 2, out=tmp_path / "out", epoch=3)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
 from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
+from cdc_plugin.core.agreement import nearest_neighbours
 from cdc_plugin.core.losses import negative_entropy
-from cdc_plugin.core.neighbours import nearest_neighbours
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.models.heads import LayeredHead
 

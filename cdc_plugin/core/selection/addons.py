@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.selection.confident import Seen, Selection, Selector
+from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
 
-AddOn = Callable[[Selection, Seen], Selection]
+AddOn = Callable[[Selection, SelectionInput], Selection]
 
 # The authors' settings for CIFAR-10. They ask for 0.95 of (1 + cosine) / 2, which is a cosine of 0.9.
 MODERATE = 0.75
 SYNCHRONOUS = 0.9
 
 
-def prototype_proximity(selection: Selection, seen: Seen) -> Selection:
+def prototype_proximity(selection: Selection, seen: SelectionInput) -> Selection:
     """Prototype proximity filter: admit what is as near to its cluster's prototype as the farthest trusted sample.
 
     The authors compare distances, with the farthest sample of all classes, among them labelled ones. Here
@@ -34,7 +34,7 @@ def prototype_proximity(selection: Selection, seen: Seen) -> Selection:
     return _admit_moderate(selection, seen, (similarity > 0) & (similarity >= farthest[labels]))
 
 
-def gradient_synchronisation(selection: Selection, seen: Seen) -> Selection:
+def gradient_synchronisation(selection: Selection, seen: SelectionInput) -> Selection:
     """Gradient synchronisation filter: admit what pulls the last layer the way its cluster's trusted samples do.
 
     The authors compare gradients of the features, for which the weights of the last layer would be needed. The
@@ -82,12 +82,12 @@ class Extended(Selector):
         self.base, self.added = base, added
         self.state = base.state
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         selection = self.base(seen)
         return _with(selection, torch.stack([add(selection, seen).mask for add in self.added]).any(dim=0))
 
 
-def _admit_moderate(selection: Selection, seen: Seen, alike: Tensor) -> Selection:
+def _admit_moderate(selection: Selection, seen: SelectionInput, alike: Tensor) -> Selection:
     return _with(selection, alike & (seen.probs.max(dim=1).values > MODERATE))
 
 

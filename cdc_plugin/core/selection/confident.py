@@ -20,7 +20,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SelectionInput:
     """What the selecting head made of the weak views of a batch.
 
     Args:
@@ -51,21 +51,21 @@ class Selector:
         self.images, self.clusters, self.threshold, self.momentum = images, clusters, threshold, momentum
         self.state: dict[str, Tensor] = {}
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         raise NotImplementedError
 
 
 class Confident(Selector):
     """`select_confident`: the selection of CDC."""
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         return select_confident(seen.probs)
 
 
 class ConfidentColumn(Selector):
     """`select_confident_column`: the stricter reading of Eq. 4."""
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         return select_confident_column(seen.probs)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cdc_plugin.core.selection.confident import Seen, Selection, Selector
+from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
 
 
 def select_above(probs: Tensor, thresholds: Tensor | float) -> Selection:
@@ -72,7 +72,7 @@ def adaptive_thresholds(level: Tensor, shares: Tensor) -> Tensor:
 class Fixed(Selector):
     """`select_above` one threshold for all clusters and all times, as FixMatch and SCAN's self-labelling do."""
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         return select_above(seen.probs, self.threshold)
 
 
@@ -86,7 +86,7 @@ class FlexMatch(Selector):
         super().__init__(images, clusters, threshold, momentum, device)
         self.state["learned"] = torch.full((images,), -1, dtype=torch.int64, device=device)
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         learned = self.state["learned"]
         selection = select_above(seen.probs, curriculum_thresholds(learned, self.clusters, self.threshold))
         self.state["learned"] = remember(learned, seen.rows, seen.probs, self.threshold)
@@ -104,7 +104,7 @@ class FreeMatch(Selector):
         self.state["level"] = torch.full((), 1 / clusters, device=device)
         self.state["shares"] = torch.full((clusters,), 1 / clusters, device=device)
 
-    def __call__(self, seen: Seen) -> Selection:
+    def __call__(self, seen: SelectionInput) -> Selection:
         confidence = seen.probs.max(dim=1).values.mean()
         self.state["level"] = moving_average(self.state["level"], confidence, self.momentum)
         self.state["shares"] = moving_average(self.state["shares"], seen.probs.mean(dim=0), self.momentum)

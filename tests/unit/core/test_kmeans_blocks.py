@@ -7,8 +7,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from cdc_plugin.core.kmeans import lloyd, nearest
-from cdc_plugin.core.kmeans_blocks import lloyd_blocks
+from cdc_plugin.core.kmeans import lloyd, lloyd_blocks, nearest
 
 
 def blobs(count: int, clusters: int, size: int, seed: int = 0) -> Tensor:

@@ -11,9 +11,9 @@ from cdc_plugin.core.prototypes import (
     STARTS,
     HeadWeights,
     consensus_targets,
-    fitted_scale,
+    fit_prototype_head,
+    fit_scale,
     orthogonalize,
-    prototype_head,
     standardize_rows,
 )
 from cdc_plugin.models.heads import ClusterHead
@@ -80,19 +80,19 @@ def test_fitted_scale_agrees_with_a_minimiser_of_scipy():
     found = minimize_scalar(
         lambda power: F.cross_entropy(logits * float(np.exp(power)), targets).item(), bounds=(-8, 8), method="bounded"
     )
-    assert fitted_scale(logits, targets) == pytest.approx(np.exp(found.x), rel=1e-3)
+    assert fit_scale(logits, targets) == pytest.approx(np.exp(found.x), rel=1e-3)
 
 
 def test_fitted_scale_finds_the_scale_that_targets_were_made_with():
     logits = torch.randn(50, 3, generator=seeded())
-    assert fitted_scale(logits, F.softmax(7 * logits, dim=1)) == pytest.approx(7, rel=1e-3)
+    assert fit_scale(logits, F.softmax(7 * logits, dim=1)) == pytest.approx(7, rel=1e-3)
 
 
 def test_fitted_scale_is_finite_for_hopeless_targets():
     logits = torch.randn(50, 3, generator=seeded())
     for targets in (torch.full((50, 3), 1 / 3), F.one_hot(logits.argmax(dim=1), 3).float(), torch.zeros(50, 3)):
-        assert np.isfinite(fitted_scale(logits, targets))
-    assert np.isfinite(fitted_scale(torch.zeros(50, 3), torch.full((50, 3), 1 / 3)))
+        assert np.isfinite(fit_scale(logits, targets))
+    assert np.isfinite(fit_scale(torch.zeros(50, 3), torch.full((50, 3), 1 / 3)))
 
 
 def test_consensus_is_sure_where_all_runs_agree():
@@ -114,7 +114,7 @@ def test_consensus_is_soft_where_labels_have_nothing_to_do_with_the_features():
 
 def test_head_finds_separated_clusters_and_is_sure_of_them():
     features = separated(120, 4, 16)
-    head = prototype_head(features, 4, 32, seeded())
+    head = fit_prototype_head(features, 4, 32, seeded())
     probs = F.softmax(logits_of(head, features), dim=1)
     groups = probs.argmax(dim=1).view(30, 4)
     assert (groups == groups[0]).all()
@@ -125,7 +125,7 @@ def test_head_finds_separated_clusters_and_is_sure_of_them():
 
 def test_the_network_head_computes_what_the_weights_say():
     features = separated(100, 3, 6)
-    weights = prototype_head(features, 3, 12, seeded())
+    weights = fit_prototype_head(features, 3, 12, seeded())
     head = ClusterHead(6, 12, 3)
     head.initialize(weights)
     head.eval()
@@ -135,9 +135,9 @@ def test_the_network_head_computes_what_the_weights_say():
 def test_heads_do_not_depend_on_the_global_seed_but_on_the_generator():
     features = separated(60, 3, 6) + torch.randn(60, 6, generator=seeded(3))
     torch.manual_seed(1)
-    first = prototype_head(features, 3, 8, seeded())
+    first = fit_prototype_head(features, 3, 8, seeded())
     torch.manual_seed(2)
-    assert torch.equal(first.second, prototype_head(features, 3, 8, seeded()).second)
+    assert torch.equal(first.second, fit_prototype_head(features, 3, 8, seeded()).second)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_heads_do_not_depend_on_the_global_seed_but_on_the_generator():
     ids=["constant", "zero", "duplicates", "D=3", "N=C<H", "D=1", "constant rows", "huge", "small"],
 )
 def test_degenerate_features_give_finite_heads(features, clusters, hidden):
-    head = prototype_head(features, clusters, hidden, seeded())
+    head = fit_prototype_head(features, clusters, hidden, seeded())
     assert head.first.shape == (hidden, features.shape[1])
     assert head.second.shape == (clusters, hidden)
     assert head.partition.shape == (len(features),)

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.targets import mini_cluster_count, mini_cluster_targets, mini_clusters_of
+from cdc_plugin.core.targets import find_mini_clusters, mini_cluster_count, mini_cluster_targets
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -89,7 +89,7 @@ def test_a_confidence_that_is_not_a_number_gives_a_number_of_mini_clusters_all_t
 def test_mini_clusters_hold_features_of_one_direction_whatever_their_length():
     directions = torch.eye(4).repeat(6, 1)
     lengths = torch.rand(24, 1, generator=seeded()) * 50 + 0.1
-    assignment = mini_clusters_of(directions * lengths, 4, seeded())
+    assignment = find_mini_clusters(directions * lengths, 4, seeded())
     for first in range(4):
         assert len(set(assignment[first::4].tolist())) == 1
     assert len(set(assignment.tolist())) == 4
@@ -100,7 +100,7 @@ def test_mini_clusters_hold_features_of_one_direction_whatever_their_length():
 )
 @pytest.mark.parametrize("mini_clusters", [1, 2, 8, 20])
 def test_any_features_and_more_mini_clusters_than_samples_will_do(features, mini_clusters):
-    assignment = mini_clusters_of(features, mini_clusters, seeded())
+    assignment = find_mini_clusters(features, mini_clusters, seeded())
     assert assignment.shape == (8,)
     targets = mini_cluster_targets(torch.full((8, 2), 0.5), assignment, max(mini_clusters, 8))
     assert torch.isfinite(targets).all()

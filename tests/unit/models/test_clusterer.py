@@ -118,7 +118,9 @@ def test_folders_that_hold_no_whole_model_are_refused(model, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps({**description, "heads": {"hidden": 12}}))
     with pytest.raises(UserError, match="does not state its heads"):
         load_model(tmp_path)
-    (tmp_path / "model.json").write_text(json.dumps({**description, "heads": {"hidden": 12, "clusters": 6}}))
+    (tmp_path / "model.json").write_text(
+        json.dumps({**description, "heads": {"kind": "mlp", "hidden": 12, "clusters": 6}})
+    )
     with pytest.raises(UserError, match=r"calibration_head|clustering_head"):
         load_model(tmp_path)
     (tmp_path / "model.json").write_text(json.dumps(description))

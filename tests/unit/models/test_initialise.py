@@ -7,10 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from cdc_plugin.core.prototypes import prototype_head
-from cdc_plugin.errors import UserError
+from cdc_plugin.core.prototypes import fit_prototype_head
+from cdc_plugin.errors import CheckpointError, ConfigError
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead, build_head
-from cdc_plugin.models.initialise import choose_init, heads_from_prototypes, heads_kept, lift_linear, matching_order
+from cdc_plugin.models.initialise import (
+    build_prototype_heads,
+    choose_init,
+    keep_old_heads,
+    lift_linear,
+    match_cluster_numbers,
+)
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def linear_head(clusters=4, features=12, bias=True):
 @pytest.mark.parametrize("hidden", [8, 9, 40])
 def test_a_lifted_linear_head_gives_the_same_logits_on_any_input(features, randomness, bias, hidden):
     linear = linear_head(bias=bias)[0]
-    weights = prototype_head(features, 4, hidden, randomness)
+    weights = fit_prototype_head(features, 4, hidden, randomness)
     lifted = lift_linear(linear, weights, features).eval()
     other = 3 * torch.randn(50, 12, generator=randomness)
     torch.testing.assert_close(lifted(other), linear(other), rtol=1e-4, atol=1e-5)
@@ -36,19 +42,19 @@ def test_a_lifted_linear_head_gives_the_same_logits_on_any_input(features, rando
 
 def test_a_lifted_head_agrees_on_batches_with_their_own_statistics_as_well(features, randomness):
     linear = linear_head()[0]
-    lifted = lift_linear(linear, prototype_head(features, 4, 16, randomness), features).train()
+    lifted = lift_linear(linear, fit_prototype_head(features, 4, 16, randomness), features).train()
     torch.testing.assert_close(lifted(features), linear(features), rtol=1e-4, atol=1e-4)
 
 
 def test_every_unit_of_a_lifted_head_can_learn(features, randomness):
-    lifted = lift_linear(linear_head()[0], prototype_head(features, 4, 16, randomness), features).train()
+    lifted = lift_linear(linear_head()[0], fit_prototype_head(features, 4, 16, randomness), features).train()
     lifted(features).square().sum().backward()
     assert (lifted[3].weight.grad.abs().sum(dim=0) > 0).all()
 
 
 def test_a_small_hidden_size_grows_to_hold_the_old_head(features, randomness):
     old = linear_head(clusters=9)
-    kept = heads_kept((old,), features, 4, randomness)
+    kept = keep_old_heads((old,), features, 4, randomness)
     assert kept.calibration.spec == {"kind": "mlp", "hidden": 18, "clusters": 9}
     assert torch.equal(kept.clustering.eval()(features).argmax(1), old(features).argmax(1))
 
@@ -56,7 +62,7 @@ def test_a_small_hidden_size_grows_to_hold_the_old_head(features, randomness):
 def test_constant_features_do_not_break_the_lift(randomness):
     same = torch.ones(30, 12)
     old = linear_head()
-    kept = heads_kept((old,), same, 16, randomness)
+    kept = keep_old_heads((old,), same, 16, randomness)
     torch.testing.assert_close(kept.calibration.eval()(same), old(same))
 
 
@@ -66,7 +72,7 @@ def test_cosine_and_deeper_heads_are_kept_as_copies(features, randomness):
     deep = LayeredHead([["linear", 12, 7], ["relu"], ["linear", 7, 4]]).eval()
     for old in (cosine, deep):
         before = copy.deepcopy(old.state_dict())
-        kept = heads_kept((old,), features, 16, randomness)
+        kept = keep_old_heads((old,), features, 16, randomness)
         assert torch.equal(kept.calibration(features), old(features))
         assert kept.calibration is not old
         assert kept.clustering is not kept.calibration
@@ -78,7 +84,7 @@ def test_cosine_and_deeper_heads_are_kept_as_copies(features, randomness):
 def test_two_old_heads_become_clustering_and_calibration_in_this_order(features, randomness):
     torch.manual_seed(0)
     first, second = ClusterHead(12, 6, 3).eval(), ClusterHead(12, 6, 3).eval()
-    kept = heads_kept((first, second), features, 6, randomness)
+    kept = keep_old_heads((first, second), features, 6, randomness)
     assert torch.equal(kept.clustering(features), first(features))
     assert torch.equal(kept.calibration(features), second(features))
 
@@ -88,20 +94,22 @@ def test_prototype_clusters_take_the_numbers_of_the_old_clusters(randomness):
     points = 10 * torch.eye(12)[truth] + 0.1 * torch.randn(120, 12, generator=randomness)
     for shift in range(4):
         old = torch.eye(4)[(truth + shift) % 4].numpy()
-        made = heads_from_prototypes(points, 4, 16, torch.Generator().manual_seed(shift), old)
+        made = build_prototype_heads(points, 4, 16, torch.Generator().manual_seed(shift), old)
         assert made.calibration.eval()(points).argmax(1).tolist() == old.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(("clusters", "old_clusters"), [(3, 5), (5, 3), (4, 4)])
 def test_numbers_are_a_permutation_whatever_the_sizes(clusters, old_clusters):
     rng = np.random.default_rng(0)
-    order = matching_order(rng.integers(clusters, size=50), rng.integers(old_clusters, size=50), clusters, old_clusters)
+    order = match_cluster_numbers(
+        rng.integers(clusters, size=50), rng.integers(old_clusters, size=50), clusters, old_clusters
+    )
     assert sorted(order) == list(range(clusters))
 
 
 def test_numbers_are_matched_as_worked_by_hand():
     found, old = np.array([0, 0, 1, 1, 1, 2]), np.array([2, 2, 0, 0, 1, 1])
-    assert matching_order(found, old, 3, 3).tolist() == [1, 2, 0]  # number 0 goes to cluster 1, and so on
+    assert match_cluster_numbers(found, old, 3, 3).tolist() == [1, 2, 0]  # number 0 goes to cluster 1, and so on
 
 
 def test_the_start_follows_what_is_asked_and_what_there_is():
@@ -110,11 +118,11 @@ def test_the_start_follows_what_is_asked_and_what_there_is():
     assert choose_init(None, old, 4) == "keep"
     assert choose_init(None, old, 5) == "prototypes"
     assert choose_init("prototypes", old, 4) == "prototypes"
-    with pytest.raises(UserError, match="leave --clusters 5 out"):
+    with pytest.raises(ConfigError, match=r"keeps the 4 clusters .*clusters=5"):
         choose_init("keep", old, 5)
-    with pytest.raises(UserError, match="needs a checkpoint with a clustering head"):
+    with pytest.raises(ConfigError, match="needs a checkpoint with a clustering head"):
         choose_init("keep", (), 4)
-    with pytest.raises(UserError, match="prototypes, keep"):
+    with pytest.raises(ConfigError, match="prototypes, keep"):
         choose_init("chance", old, 4)
 
 
@@ -137,7 +145,7 @@ def test_every_head_is_built_again_from_its_spec(head):
 
 @pytest.mark.parametrize("spec", [None, {}, {"kind": "forest"}, {"kind": "layers", "layers": [["dropout"]]}, [1]])
 def test_a_spec_of_no_known_head_is_refused(spec):
-    with pytest.raises(UserError, match="does not state its heads"):
+    with pytest.raises(CheckpointError, match="does not state its heads"):
         build_head(spec, 6, "here")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.core.selection.confident import Seen, Selection, Selector
+from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
 from cdc_plugin.models.heads import ClusterHead, LayeredHead
 from cdc_plugin.training import refiner as engine
 from cdc_plugin.training.distributed import Distributed
@@ -58,7 +58,7 @@ def trusting(mask: Tensor):
     """A selection of these images, all of them in the cluster of their number."""
 
     class Known(Selector):
-        def __call__(self, seen: Seen) -> Selection:
+        def __call__(self, seen: SelectionInput) -> Selection:
             return Selection(seen.rows % 3, mask.clone(), torch.zeros(3, dtype=torch.long))
 
     return Known(len(mask), 3, 0.95, 0.9, CPU)

@@ -18,7 +18,7 @@ from cdc_plugin.comparison.baselines.scan import (
     train_self_label,
 )
 from cdc_plugin.comparison.baselines.task import BaselineTask
-from cdc_plugin.core.neighbours import nearest_neighbours
+from cdc_plugin.core.agreement import nearest_neighbours
 from cdc_plugin.models.heads import LayeredHead
 from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predict, purity
 

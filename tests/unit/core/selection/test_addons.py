@@ -15,7 +15,7 @@ from cdc_plugin.core.selection.addons import (
     prototype_proximity,
     prototype_similarity,
 )
-from cdc_plugin.core.selection.confident import Confident, Seen, Selection, select_confident
+from cdc_plugin.core.selection.confident import Confident, Selection, SelectionInput, select_confident
 from cdc_plugin.core.selection.thresholds import FlexMatch
 from cdc_plugin.errors import UserError
 
@@ -35,17 +35,19 @@ def trusting(probs: torch.Tensor, trusted: list[int]) -> Selection:
     return Selection(labels, mask, torch.bincount(labels[mask], minlength=probs.shape[1]))
 
 
-def random_batch(batch: int = 60, clusters: int = 5, seed: int = 0) -> tuple[Seen, torch.Tensor]:
+def random_batch(batch: int = 60, clusters: int = 5, seed: int = 0) -> tuple[SelectionInput, torch.Tensor]:
     """Groups that are near enough for the filters to admit some samples and refuse others; also the weights."""
     random = torch.Generator().manual_seed(seed)
     weights = torch.randn(clusters, 8, generator=random)
     kinds = torch.randint(clusters, (batch,), generator=random)
     hidden = F.normalize(weights, dim=1)[kinds] + 0.15 * torch.randn(batch, 8, generator=random)
     features = F.normalize(weights, dim=1)[kinds] + 0.3 * torch.randn(batch, 8, generator=random)
-    return Seen(F.softmax(hidden @ weights.T, dim=1), torch.arange(batch), features, hidden), weights
+    return SelectionInput(F.softmax(hidden @ weights.T, dim=1), torch.arange(batch), features, hidden), weights
 
 
-def admitted_by_loops(selection: Selection, seen: Seen, vectors: np.ndarray, asked: float | None) -> list[bool]:
+def admitted_by_loops(
+    selection: Selection, seen: SelectionInput, vectors: np.ndarray, asked: float | None
+) -> list[bool]:
     """Means of unit vectors, cosines and comparisons, a sample at a time; ``asked=None``: the farthest trusted."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     labels, mask = selection.labels.tolist(), selection.mask.tolist()
@@ -68,7 +70,7 @@ def test_prototype_filter_admits_what_is_nearer_than_the_farthest_trusted_sample
     # The prototype of cluster 0 points to 0 degrees, both trusted samples are 20 degrees away.
     features = torch.tensor([direction(angle) for angle in (-20, 20, 10, 30, 10, 10)]) * 3
     selection = trusting(probs, [0, 1])
-    after = prototype_proximity(selection, Seen(probs, torch.arange(6), features, features))
+    after = prototype_proximity(selection, SelectionInput(probs, torch.arange(6), features, features))
     # Refused: one farther away, one less than moderately confident, one of a cluster where nothing is trusted.
     assert after.mask.tolist() == [True, True, True, False, False, False]
     assert after.quota.tolist() == [3, 0]
@@ -85,7 +87,7 @@ def test_gradient_filter_admits_what_pulls_the_same_way():
     # (-1, .5, .5) and (-1, 1, 0) have the cosine 1.5 / (sqrt(1.5) sqrt(2)); (-.24, .12, .12) is parallel to the first.
     expected = [twenty, twenty, twenty, thirty, five, 1.5 / math.sqrt(3), 0.0]
     torch.testing.assert_close(similarity, torch.tensor(expected))
-    after = gradient_synchronisation(selection, Seen(probs, torch.arange(7), hidden, hidden))
+    after = gradient_synchronisation(selection, SelectionInput(probs, torch.arange(7), hidden, hidden))
     assert after.mask.tolist() == [True, True, True, False, True, False, False]  # .940, .866, .996, .866, 0
     assert after.quota.tolist() == [4, 0, 0]
 
@@ -142,7 +144,7 @@ def test_order_of_the_samples_and_numbers_of_the_clusters_do_not_matter(add):
     seen, _ = random_batch()
     samples = torch.randperm(60, generator=torch.Generator().manual_seed(1))
     clusters = torch.tensor([3, 0, 4, 1, 2])
-    shuffled = Seen(seen.probs[samples][:, clusters], samples, seen.features[samples], seen.hidden[samples])
+    shuffled = SelectionInput(seen.probs[samples][:, clusters], samples, seen.features[samples], seen.hidden[samples])
     one = add(trusting(seen.probs, THIRD), seen)
     other = add(
         trusting(shuffled.probs, torch.isin(samples, torch.tensor(THIRD)).nonzero().flatten().tolist()), shuffled
@@ -155,7 +157,7 @@ def test_order_of_the_samples_and_numbers_of_the_clusters_do_not_matter(add):
 def test_length_of_features_and_inputs_does_not_matter(add):
     seen, _ = random_batch()
     factors = 0.1 + 10 * torch.rand(60, 1, generator=torch.Generator().manual_seed(2))
-    longer = Seen(seen.probs, seen.rows, seen.features * factors, seen.hidden * factors)
+    longer = SelectionInput(seen.probs, seen.rows, seen.features * factors, seen.hidden * factors)
     selection = trusting(seen.probs, THIRD)
     assert torch.equal(add(selection, longer).mask, add(selection, seen).mask)
 
@@ -173,7 +175,7 @@ def test_saturated_probabilities_and_empty_vectors_admit_nothing_and_give_no_nan
     probs = torch.eye(3)[[0, 0, 1, 1]]
     nothing = torch.zeros(4, 6)
     selection = trusting(probs, [0, 2])
-    assert torch.equal(add(selection, Seen(probs, torch.arange(4), nothing, nothing)).mask, selection.mask)
+    assert torch.equal(add(selection, SelectionInput(probs, torch.arange(4), nothing, nothing)).mask, selection.mask)
     assert torch.isfinite(gradient_similarity(selection, probs, nothing)).all()
     assert torch.isfinite(prototype_similarity(selection, nothing)).all()
 
@@ -196,7 +198,7 @@ def test_vectors_that_cancel_have_no_direction_to_follow():
         vectors = torch.tensor([direction(turn + angle) for angle in (0, 120, 240, 0)])
         assert gradient_similarity(selection, probs, vectors).abs().max() < 0.01
     opposed = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
-    assert not prototype_proximity(selection, Seen(probs, torch.arange(4), opposed, opposed)).mask[3]
+    assert not prototype_proximity(selection, SelectionInput(probs, torch.arange(4), opposed, opposed)).mask[3]
 
 
 def test_selectors_are_made_by_name():

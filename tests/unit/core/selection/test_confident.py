@@ -7,7 +7,7 @@ from cdc_plugin.core.selection import selections
 from cdc_plugin.core.selection.confident import (
     Confident,
     ConfidentColumn,
-    Seen,
+    SelectionInput,
     _top_samples,
     select_confident,
     select_confident_column,
@@ -123,7 +123,7 @@ def test_selectors_give_what_their_functions_give_and_remember_nothing(name, sel
     selector = selections.get(name)(images=100, clusters=8, threshold=0.95, momentum=0.9, device=torch.device("cpu"))
     for seed in range(2):
         probs = random_probs(80, 8, seed)
-        selection, expected = selector(Seen(probs, torch.arange(80), probs, probs)), select(probs)
+        selection, expected = selector(SelectionInput(probs, torch.arange(80), probs, probs)), select(probs)
         assert torch.equal(selection.labels, expected.labels)
         assert torch.equal(selection.mask, expected.mask)
         assert torch.equal(selection.quota, expected.quota)

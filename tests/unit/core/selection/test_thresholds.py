@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from cdc_plugin.core.selection import selections
-from cdc_plugin.core.selection.confident import Seen, Selector
+from cdc_plugin.core.selection.confident import SelectionInput, Selector
 from cdc_plugin.core.selection.thresholds import (
     Fixed,
     FlexMatch,
@@ -23,8 +23,8 @@ def random_probs(batch: int, clusters: int, seed: int = 0, sharpness: float = 2.
     return F.softmax(sharpness * logits, dim=1)
 
 
-def seen_of(probs: torch.Tensor, rows: torch.Tensor | None = None) -> Seen:
-    return Seen(probs, torch.arange(len(probs)) if rows is None else rows, probs, probs)
+def seen_of(probs: torch.Tensor, rows: torch.Tensor | None = None) -> SelectionInput:
+    return SelectionInput(probs, torch.arange(len(probs)) if rows is None else rows, probs, probs)
 
 
 def make(name: str, images: int, clusters: int, threshold: float = 0.8, momentum: float = 0.9) -> Selector:
