@@ -22,7 +22,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.outputs import predict
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import SNAPSHOT_EPOCHS, Evidence, assess, predict_augmented, watch, watched
-from cdc_plugin.evaluation.report_record import Report, measure, old_record, trusted_samples
+from cdc_plugin.evaluation.report_record import Report, measure, old_record, run_record, trusted_samples
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
@@ -294,23 +294,21 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
     )
     card = assess(evidence)
     card["warnings"] += [*setback_warning(current.setback), *as_warnings(findings(current.history, config))]
-    metrics: dict[str, Any] = {
-        "images": len(images),
-        "clusters": config.clusters,
-        "epochs": config.epochs,
-        "seed": config.seed,
-        "data": images.source,
-        "labels": images.labels is not None,
-        "units": "fractions of 1; ECE has 15 equal-width bins",
-        "before": current.before,
-        "after": measure(clustering, calibration, again, images.labels),
-        "label_free": card,
-        "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
-        "seconds": round(seconds, 1),
-    }
+    old = None
     if current.old is not None:
         same = calibration.argmax(axis=1) == current.old["assignment"].numpy()
-        metrics["old_model"] = {**current.old["figures"], "agreement_after": float(same.mean())}
+        old = {**current.old["figures"], "agreement_after": float(same.mean())}
+    metrics = run_record(
+        images,
+        clusters=config.clusters,
+        epochs=config.epochs or 0,
+        seed=config.seed,
+        before=current.before,
+        after=measure(clustering, calibration, again, images.labels),
+        old_model=old,
+        label_free=card,
+        seconds=seconds,
+    )
     outlier = distance > model.prototypes.limit
     more = {"trusted": trusted_samples(calibration), "distance": distance, "outlier": outlier}
     table = build_prediction_table(images.names, clustering, calibration, more)

@@ -29,7 +29,7 @@ Labels, where the images have them, are for the report only.
 """
 OVERCONFIDENT = 0.05  # confidence this far above the accuracy is worth a warning
 
-BY = {"distance": "distance", "the model as it is": "confidence"}
+BY = {"distance": "distance", "model": "confidence"}
 
 
 def evaluate_command(arguments: Sequence[str] | None = None) -> None:
@@ -92,7 +92,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 def outcome(reports: list[Report]) -> str:
     """The figures of one model or several, what to beware of, and images from elsewhere."""
-    from cdc_plugin.report.of_evaluation import TITLES
+    from cdc_plugin.report.words import TITLES
 
     found = [report.metrics for report in reports]
     names = [f"{metrics['model']['name']}: " if len(found) > 1 else "" for metrics in found]
@@ -106,7 +106,7 @@ def outcome(reports: list[Report]) -> str:
     lines = ["", *_table("in %", ["ACC", "NMI", "ARI", "ECE", "CONF"] if labelled else ["CONF"], rows), ""]
     for number, outside in enumerate(found[0]["outside"]):
         rows = [
-            (f"{name}by {BY.get(by, f'confidence, {by}')}", figures)
+            (f"{name}by {BY.get(by, f'confidence, {TITLES[by]}')}", figures)
             for name, metrics in zip(names, found, strict=True)
             for by, figures in metrics["outside"][number]["scores"].items()
         ]

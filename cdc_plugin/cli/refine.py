@@ -162,13 +162,11 @@ def _refine(options: argparse.Namespace) -> None:
 
 def outcome(report: Report) -> str:
     """The table that a run ends with."""
+    from cdc_plugin.report.words import TITLES
+
     metrics = report.metrics
     before, after = metrics["before"], metrics["after"]
-    rows = [
-        ("k-means on the features", before["kmeans"], after["kmeans"]),
-        ("clustering head", before["clustering_head"], after["clustering_head"]),
-        ("calibration head", before["calibration_head"], after["calibration_head"]),
-    ]
+    rows = [(TITLES[key], figures, after[key]) for key, figures in before.items()]
     columns = ["ACC", "NMI", "ARI", "ECE", "CONF"] if metrics["labels"] else ["CONF"]
     lines = ["", f"{'in %, before -> after':24s}" + "".join(f"{name:>15s}" for name in columns)]
     for title, old, new in rows:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import verdict
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
+from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, comparison_record
 from cdc_plugin.report.grid_page import write_grid
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.progress import CellProgress, log, log_to
@@ -124,7 +125,7 @@ def write_results(
         "table.md": to_markdown(rows, shown),
         "table.tex": to_latex(rows, shown),
         "cells.csv": records_csv(records),
-        REPORT: json.dumps({"rows": [asdict(row) for row in rows], "verdicts": verdicts, "failures": failures}) + "\n",
+        REPORT: json.dumps(comparison_record(rows, verdicts, failures)) + "\n",
     }
     for name, content in text.items():
         write_atomically(grid.folder / name, lambda path, content=content: path.write_text(content, encoding="utf-8"))  # type: ignore[misc]
@@ -169,6 +170,7 @@ def _settle(folder: Path, sets: Sequence[SetOfImages], overwrite: bool) -> None:
     path = folder / COMPARISON
     asked = {
         each.name: {
+            "name": each.name,
             "recipe": each.recipe,
             **{key: value for key, value in sorted(each.flags.items()) if value is not None and key != "device"},
             "settings": list(each.overrides),
@@ -180,7 +182,7 @@ def _settle(folder: Path, sets: Sequence[SetOfImages], overwrite: bool) -> None:
         for name in ("cells", "shared"):
             shutil.rmtree(folder / name, ignore_errors=True)
     elif path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = {said["name"]: said for said in json.loads(path.read_text(encoding="utf-8"))["sets"]}
         for name, said in asked.items():
             if name in before and before[name] != said:
                 keys = [key for key in {**said, **before[name]} if said.get(key) != before[name].get(key)]
@@ -189,5 +191,6 @@ def _settle(folder: Path, sets: Sequence[SetOfImages], overwrite: bool) -> None:
                     "--overwrite to start anew"
                 )
         asked = {**before, **asked}
-    text = json.dumps(asked, indent=2, default=str) + "\n"
+    record = {"schema_version": SCHEMA_VERSION, "kind": "comparison_settings", "sets": list(asked.values())}
+    text = json.dumps(record, indent=2, default=str) + "\n"
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
@@ -32,7 +31,7 @@ from cdc_plugin.evaluation.outputs import (
     score_outside,
 )
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, compute_outlier_columns, write_table
-from cdc_plugin.evaluation.report_record import Report, trusted_samples
+from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record, trusted_samples
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.of_evaluation import (
     compared_model,
@@ -130,7 +129,13 @@ def compare(
     with evaluation_folder(out, "comparison", overwrite) as folder:
         reports = [assess(subject, task, folder / subject.name) for subject in subjects]
         found = [report.metrics for report in reports]
-        _write_json(folder / REPORT, {"data": found[0]["data"], "models": found})
+        record = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "model_comparison",
+            "data": found[0]["data"],
+            "models": found,
+        }
+        _write_json(folder / REPORT, record)
         columns = [compared_model(each) for each in found]
         write_comparison(folder / PAGE, comparison_title(found), comparison_facts(found), columns)
         return reports
@@ -154,7 +159,7 @@ def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
     card = run.report.get("label_free", {}) if run is not None else {}
     if "warnings" not in card:
         card = quality_card(subject, answers, kmeans, images, device)
-    metrics: dict[str, Any] = {
+    metrics = start_record("evaluation", images, model.clusters) | {
         "model": {
             "name": subject.name,
             "path": subject.path,
@@ -164,18 +169,11 @@ def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
             "heads": subject.heads,
             "input_size": model.backbone.input_size,
         },
-        "images": len(images),
-        "clusters": model.clusters,
-        "classes": None if images.labels is None else len(np.unique(images.labels)),
-        "data": images.source,
-        "labels": images.labels is not None,
-        "units": "fractions of 1; ECE has 15 equal-width bins",
         "before": earlier.get("before"),
         "after": measure_answers(answers, kmeans, images.labels),
         "old_model": earlier.get("old_model"),
         "label_free": card,
         "outside": _outside(subject, answers, None if run is not None else model.prototypes, outside, device),
-        "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
         "seconds": round(time.monotonic() - began, 1),
     }
     more = {"trusted": trusted_samples(answers.calibration)}

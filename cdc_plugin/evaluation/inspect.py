@@ -19,6 +19,7 @@ from cdc_plugin.data.images import Progress, open_images
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect_features import MOST_IMAGES, affordable, compare_neighbours, feature_spread
+from cdc_plugin.evaluation.report_record import SCHEMA_VERSION
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.device import choose_device
 
@@ -45,7 +46,8 @@ def inspect(
         data: images to try it on, as for ``open_images``; at most 1000 of them are looked at.
     """
     wanted = wanted or Wanted()
-    report: dict[str, Any] = {"path": str(path), "loadable": False, "error": None}
+    report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "inspection", "path": str(path)}
+    report |= {"loadable": False, "error": None}
     try:
         loaded = load_checkpoint(path, format, wanted, trust)
     except WeightsMismatchError as error:

@@ -20,7 +20,6 @@ from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
 from cdc_plugin.evaluation.report_record import measure
 from cdc_plugin.metrics import summary_outliers
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.report.of_evaluation import TITLES
 from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.choose_augmentation import choose_augmentation
 from cdc_plugin.training.distributed import SINGLE, Distributed
@@ -44,7 +43,7 @@ UNCALIBRATED = {
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Features (N, D) on the CPU, and the probabilities (N, C) of each head by its key in `TITLES`."""
+    """Features (N, D) on the CPU, and the probabilities (N, C) of each head by its key in report.json."""
 
     features: Tensor
     heads: dict[str, NDArray[np.float32]]
@@ -108,7 +107,7 @@ def ask_kmeans(subject: EvaluatedModel, answers: ModelOutputs, device: torch.dev
 def measure_answers(
     answers: ModelOutputs, kmeans: NDArray[np.int64], labels: NDArray[np.int64] | None
 ) -> dict[str, dict[str, Any]]:
-    """Figures by key of `TITLES`: of k-means and of each head."""
+    """Return the figures of k-means and of each head, under the key of each in report.json."""
     found = measure(answers.clustering, answers.calibration, kmeans, labels)
     return {"kmeans": found["kmeans"]} | {key: found.get(key, found["calibration_head"]) for key in answers.heads}
 
@@ -146,9 +145,9 @@ def score_outside(
     inside: ModelOutputs, outside: ModelOutputs, by: OutlierReference
 ) -> dict[str, dict[str, float | None]]:
     """How well images from elsewhere are told apart: by each head's confidence (the paper's protocol), by distance."""
-    scores = {TITLES[key]: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
+    scores = {key: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
     scores["distance"] = (-by.inside.numpy(), -by.distance(outside.features).numpy())
-    return {title: summary_outliers(*pair) for title, pair in scores.items()}
+    return {key: summary_outliers(*pair) for key, pair in scores.items()}
 
 
 def _settings(subject: EvaluatedModel) -> RefineConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.core.selection.confident import select_confident
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
+from cdc_plugin.metrics.over_seeds import Row
+
+SCHEMA_VERSION = 1  # of every JSON file that the commands write: raised when a key changes its name or meaning
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,79 @@ class Report:
     metrics: dict[str, Any]
     predictions: np.recarray
     folder: Path | None = field(default=None)
+
+
+def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
+    """Return the part of report.json that every kind of report has; report/report.schema.json describes all of it.
+
+    Args:
+        kind: "refinement" or "evaluation".
+    """
+    labels = images.labels
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": kind,
+        "images": len(images),
+        "clusters": clusters,
+        "classes": None if labels is None else len(np.unique(labels)),
+        "data": images.source,
+        "labels": labels is not None,
+        "units": "fractions of 1; ECE has 15 equal-width bins",
+        "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
+    }
+
+
+def run_record(
+    images: ImageSet,
+    *,
+    clusters: int,
+    epochs: int,
+    seed: int,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    old_model: dict[str, Any] | None,
+    label_free: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the content of the report.json of a refinement.
+
+    Args:
+        before, after: of `measure`, at the start and at the end of the run.
+        old_model: figures of the model that was retrofitted, where there was one.
+        label_free: the quality card.
+    """
+    return start_record("refinement", images, clusters) | {
+        "epochs": epochs,
+        "seed": seed,
+        "before": before,
+        "after": after,
+        "old_model": old_model,
+        "label_free": label_free,
+        "seconds": round(seconds, 1),
+    }
+
+
+def comparison_record(rows: Sequence[Row], verdicts: Sequence[str], failures: Mapping[str, str]) -> dict[str, Any]:
+    """Return the content of the report.json of a comparison of methods.
+
+    A column such as ``AUROC textures`` holds a name that the user has chosen: the record has that name as a value.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "method_comparison",
+        "rows": [asdict(row) | _values_record(row) for row in rows],
+        "verdicts": list(verdicts),
+        "failures": [{"cell": cell, "reason": reason} for cell, reason in failures.items()],
+    }
+
+
+def _values_record(row: Row) -> dict[str, Any]:
+    outside: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for column, value in row.values.items():
+        metric, _, data = column.partition(" ")
+        (outside.setdefault(data, {}) if data else own)[metric] = None if value is None else asdict(value)
+    return {"values": own, "outside": [{"data": data, "values": values} for data, values in outside.items()]}
 
 
 def measure(

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cdc_plugin.report.tables import HIGHER, LOWER, NEITHER
-
-SELECTED, SECONDS, LARGEST, EMPTY = "selected", "seconds", "largest cluster", "empty clusters"
+HIGHER, LOWER, NEITHER = "↑", "↓", ""
+SELECTED, SECONDS, LARGEST, EMPTY = "selected", "seconds", "largest_cluster", "empty_clusters"
 FIGURES = ("ACC", "NMI", "ARI", "ECE", "AUROC", "AURC", "FPR95", "CONF")
 WITH_LABELS = (*FIGURES, SELECTED, SECONDS)
 WITHOUT_LABELS = ("CONF", LARGEST, EMPTY, SELECTED, SECONDS)

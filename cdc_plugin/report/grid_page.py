@@ -29,13 +29,13 @@ from cdc_plugin.metrics.over_seeds import (
 from cdc_plugin.report.charts.confidence import reliability_diagram, right_wrong_histogram
 from cdc_plugin.report.charts.grid import bar_panel, close_band, dot_panel
 from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, _diagram_caption, _render, _write
-from cdc_plugin.report.words import DASH, SPACE, count, known, shorten
+from cdc_plugin.report.words import DASH, SPACE, TITLES, count, known, shorten
 
 PANELS = (
     ("ACC", "Accuracy (ACC)"),
     ("ECE", "Calibration error (ECE)"),
     ("CONF", "Mean confidence"),
-    ("largest cluster", "Largest cluster"),
+    ("largest_cluster", "Largest cluster"),
 )
 MOST_PANELS = 2  # beside the one of the time
 
@@ -181,7 +181,7 @@ def _part(name: str, rows: Sequence[Row]) -> SetPart:
         for index, (row, label) in enumerate(zip(rows, row_names(rows), strict=True))
     ]
     groups = [(group, [line for _, line in found]) for group, found in groupby(lines, key=lambda pair: pair[0])]
-    heads = [(column, better(column)) for column in columns]
+    heads = [(TITLES.get(column, column), better(column)) for column in columns]
     return SetPart(name, heads, groups, _panels(name, rows), _diagrams(rows))
 
 

@@ -10,16 +10,9 @@ from numpy.typing import NDArray
 
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.models import EvaluatedModel, RunRecord
-from cdc_plugin.report.of_run import CALIBRATION, CLUSTERING, KMEANS, diagrams_of_run, rows_of_run
+from cdc_plugin.report.of_run import diagrams_of_run, rows_of_run
 from cdc_plugin.report.page_data import ComparedModel, PageData
-
-# Keys of the figures in report.json; "model" is the one head of an old clustering model.
-TITLES = {
-    "kmeans": KMEANS,
-    "clustering_head": CLUSTERING,
-    "calibration_head": CALIBRATION,
-    "model": "the model as it is",
-}
+from cdc_plugin.report.words import TITLES
 
 
 def findings_of_evaluation(

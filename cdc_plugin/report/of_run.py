@@ -14,9 +14,8 @@ from cdc_plugin.config.recipes import DEMO_BACKBONE
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.report.page_data import PageData
+from cdc_plugin.report.words import TITLES
 from cdc_plugin.training.run_folder import CONFIG
-
-KMEANS, CLUSTERING, CALIBRATION = "k-means on the features", "clustering head", "calibration head"
 
 
 def findings_of_run(
@@ -48,8 +47,7 @@ def findings_of_run(
 def rows_of_run(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any] | None, dict[str, Any] | None]]:
     """The before/after table: an old model stands before everything, where there was one."""
     before, after = metrics["before"], metrics["after"]
-    names = {"kmeans": KMEANS, "clustering_head": CLUSTERING, "calibration_head": CALIBRATION}
-    rows = [(title, before.get(key), after.get(key)) for key, title in names.items()]
+    rows = [(TITLES[key], figures, after.get(key)) for key, figures in before.items()]
     old = metrics.get("old_model")
     return rows if old is None else [(f"old model ({old['writer']})", old, None), *rows]
 

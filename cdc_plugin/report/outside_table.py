@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdc_plugin.report.tables import HIGHER, LOWER, Cell, Measure, marked
+from cdc_plugin.report.words import TITLES
 
 SCORES = [Measure("AUROC", "", HIGHER, ""), Measure("FPR95", "", LOWER, ""), Measure("AUPR", "", HIGHER, "")]
 
@@ -36,5 +37,5 @@ def outside_rows(models: list[tuple[str, list[dict[str, Any]]]]) -> list[Outside
     for data, found in grouped.items():
         columns = [marked(measure, [figures.get(measure.key) for *_, figures in found]) for measure in SCORES]
         for (name, entry, score, _), *cells in zip(found, *columns, strict=True):
-            rows.append(OutsideRow(data, f"{entry['images']:,}", name, score, list(cells)))
+            rows.append(OutsideRow(data, f"{entry['images']:,}", name, TITLES[score], list(cells)))
     return rows

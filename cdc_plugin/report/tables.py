@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cdc_plugin.metrics.over_seeds import HIGHER, LOWER, NEITHER
 from cdc_plugin.report.words import DASH, known, number, percent
-
-HIGHER, LOWER, NEITHER = "↑", "↓", ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,16 @@ from numpy.typing import NDArray
 
 from cdc_plugin.metrics.selective import accept_to_target
 
+# What the keys of report.json are called; "model" is the one head of an old clustering model.
+TITLES = {
+    "kmeans": "k-means on the features",
+    "clustering_head": "clustering head",
+    "calibration_head": "calibration head",
+    "model": "the model as it is",
+    "distance": "distance",
+    "largest_cluster": "largest cluster",
+    "empty_clusters": "empty clusters",
+}
 DASH = "–"
 SPACE = "\u00a0"  # no line break between a number and its unit
 TARGET = 0.95  # expected accuracy that the headline asks for

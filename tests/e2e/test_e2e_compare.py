@@ -79,7 +79,7 @@ def test_a_grid_runs_in_two_processes_and_goes_on_after_it_was_killed(tiny_check
     assert "<script" not in page
     assert "SCAN-3" in (tmp_path / "grid" / "table.md").read_text(encoding="utf-8")
     assert "\\begin{tabular}" in (tmp_path / "grid" / "table.tex").read_text(encoding="utf-8")
-    assert json.loads((tmp_path / "grid" / "report.json").read_text(encoding="utf-8"))["failures"] == {}
+    assert json.loads((tmp_path / "grid" / "report.json").read_text(encoding="utf-8"))["failures"] == []
 
 
 def test_two_sets_of_images_stand_in_one_table(tiny_checkpoint, images, digits, tmp_path):

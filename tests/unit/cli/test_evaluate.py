@@ -114,7 +114,7 @@ def test_without_labels_k_means_has_nothing_to_show():
 
 
 def test_compared_models_are_named_in_every_row():
-    scores = {"the model as it is": {"AUROC": 0.5, "FPR95": 0.9, "AUPR": None}, "distance": {"AUROC": 1.0}}
+    scores = {"model": {"AUROC": 0.5, "FPR95": 0.9, "AUPR": None}, "distance": {"AUROC": 1.0}}
     outside = [{"data": "far/textures.npz", "images": 60, "scores": scores}]
     second = metrics(outside=outside)
     second["model"] = {**second["model"], "name": "new"}

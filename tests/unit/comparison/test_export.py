@@ -75,7 +75,7 @@ def test_the_csv_of_records_has_a_line_for_every_head_of_every_seed_with_all_num
     lines = read(records_csv(cells))
     assert [(line["label"], line["seed"]) for line in lines] == [("A", "0"), ("B", "0"), ("A", "1"), ("B", "1")]
     first = lines[0]
-    assert (first["ACC"], first["NLL"], first["AUROC"], first["empty clusters"]) == ("0.9", "1.5", "", "1")
+    assert (first["ACC"], first["NLL"], first["AUROC"], first["empty_clusters"]) == ("0.9", "1.5", "", "1")
     assert (first["AUPR x"], lines[1]["AUPR x"]) == ("0.6", "")
     assert json.loads(first["settings"]) == {"epochs": 3}
 

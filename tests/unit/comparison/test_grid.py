@@ -13,6 +13,7 @@ from cdc_plugin.comparison.datasets import SetOfImages, open_set
 from cdc_plugin.comparison.methods import METHODS, find_method
 from cdc_plugin.comparison.run import Compared, compare_methods
 from cdc_plugin.errors import UserError
+from tests.helpers.json_records import check_record
 
 SETTINGS = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "device": "cpu"}
 ALL = [name for name in METHODS if name != "old"]
@@ -74,6 +75,8 @@ def test_the_result_folder_holds_tables_cells_and_a_page(everything):
     record = json.loads((out / "cells" / "some" / "cdc" / "seed0.json").read_text(encoding="utf-8"))
     assert [row["label"] for row in record["rows"]] == ["CDC-Clu", "CDC-Cal"]
     assert record["settings"]["clusters"] == 4
+    for name, kind in (("report.json", "method_comparison"), ("comparison.json", "comparison_settings")):
+        check_record(json.loads((out / name).read_text(encoding="utf-8")), kind)
     assert not list(out.glob("cells/*/*/seed0/"))  # models that were kept for a second stage are gone
 
 

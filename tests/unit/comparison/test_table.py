@@ -93,9 +93,9 @@ def test_a_labelled_row_has_these_columns_and_its_figures_for_the_diagrams():
 def test_without_labels_confidence_and_sizes_remain():
     rows = [{"label": "row", "figures": {"CONF": 0.8, "cluster_sizes": [6, 0, 2, 0]}}]
     (row,) = collect([record("a", labels=False, rows=rows)], ["a"])
-    assert list(row.values) == ["CONF", "largest cluster", "empty clusters", "selected", "seconds"]
-    assert row.values["largest cluster"] == Value(0.75, None, 1)
-    assert row.values["empty clusters"] == Value(2.0, None, 1)
+    assert list(row.values) == ["CONF", "largest_cluster", "empty_clusters", "selected", "seconds"]
+    assert row.values["largest_cluster"] == Value(0.75, None, 1)
+    assert row.values["empty_clusters"] == Value(2.0, None, 1)
 
 
 def test_outside_data_add_columns_under_short_names():

@@ -14,6 +14,7 @@ from cdc_plugin.evaluation import evaluate as assessment
 from cdc_plugin.evaluation.evaluate import compare, evaluate
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
+from tests.helpers.json_records import check_record
 
 FILES = {"report.html", "report.json", "predictions.csv"}
 WITH_LABELS = {"ACC", "NMI", "ARI", "ECE", "AECE", "CECE", "BRIER", "NLL", "AUROC", "AURC", "FPR95"}
@@ -55,6 +56,8 @@ def test_a_run_on_its_own_images_gets_the_figures_that_it_reported(finished, tmp
     for key in ("before", "after", "label_free", "images", "clusters", "labels"):
         assert report.metrics[key] == own[key], key
     assert json.loads((tmp_path / "again" / "report.json").read_text()) == report.metrics
+    check_record(own, "refinement")
+    check_record(report.metrics, "evaluation")
     assert (tmp_path / "again" / "predictions.csv").read_bytes() == (finished / "predictions.csv").read_bytes()
     page = (tmp_path / "again" / "report.html").read_text(encoding="utf-8")
     assert "mini_clusters: 8" in page
@@ -97,7 +100,7 @@ def test_outside_images_are_scored_by_both_heads_and_by_distance(finished, tmp_p
     report = evaluate(finished, ood=[noise, noise[:5]], out=tmp_path / "out", device="cpu")
     assert [entry["images"] for entry in report.metrics["outside"]] == [12, 5]
     for entry in report.metrics["outside"]:
-        assert list(entry["scores"]) == ["clustering head", "calibration head", "distance"]
+        assert list(entry["scores"]) == ["clustering_head", "calibration_head", "distance"]
         assert all(0 <= value <= 1 for figures in entry["scores"].values() for value in figures.values())
 
 
@@ -181,6 +184,7 @@ def test_models_that_differ_in_everything_are_compared_on_the_same_images(
     assert [report.metrics["clusters"] for report in reports] == [4, 3, 2]
     assert {report.metrics["data"] for report in reports} == {reports[1].metrics["data"]}
     stored = json.loads((out / "report.json").read_text())
+    check_record(stored, "model_comparison")
     assert [entry["model"]["name"] for entry in stored["models"]] == names
     alone = evaluate(finished, ood=[noise], out=tmp_path / "alone", device="cpu")
     assert stored["models"][1]["after"] == alone.metrics["after"]

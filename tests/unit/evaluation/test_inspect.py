@@ -22,6 +22,7 @@ from cdc_plugin.evaluation.inspect_features import (
     random_twin,
 )
 from tests.helpers import ROOT
+from tests.helpers.json_records import check_record
 
 DEMO = demo_settings()["backbone"]
 
@@ -205,6 +206,7 @@ def test_json_has_the_same_content(capsys, tiny_checkpoint):
     code, out, _ = run(capsys, tiny_checkpoint, "--json")
     assert code == 0
     assert json.loads(out) == json.loads(json.dumps(inspect(tiny_checkpoint)))
+    check_record(json.loads(out), "inspection")
 
 
 def test_weights_that_do_not_fit_end_with_code_2_and_a_list(capsys, tiny_checkpoint, tmp_path):
@@ -217,6 +219,7 @@ def test_weights_that_do_not_fit_end_with_code_2_and_a_list(capsys, tiny_checkpo
     code, out, _ = run(capsys, path, "--json")
     assert code == 2
     assert json.loads(out)["loadable"] is False
+    check_record(json.loads(out), "inspection")
 
 
 def test_missing_file_is_one_line_and_code_2(capsys, tmp_path):

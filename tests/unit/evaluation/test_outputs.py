@@ -91,10 +91,10 @@ def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
     )
     outside = ModelOutputs(torch.eye(4)[:2], {"clustering_head": sure(0.6, 0.85), "calibration_head": sure(0.6, 0.9)})
     scores = score_outside(inside, outside, outlier_reference(inside, None))
-    assert list(scores) == ["clustering head", "calibration head", "distance"]
-    assert scores["clustering head"]["AUROC"] == 0.75  # 0.9 beats both, 0.8 beats 0.6 alone
-    assert scores["calibration head"]["AUROC"] == 0.75  # 0.6 is beaten, 0.9 is a tie
-    assert scores["clustering head"]["FPR95"] == 0.5  # all inside images are kept from 0.8 on; 0.85 gets in
+    assert list(scores) == ["clustering_head", "calibration_head", "distance"]
+    assert scores["clustering_head"]["AUROC"] == 0.75  # 0.9 beats both, 0.8 beats 0.6 alone
+    assert scores["calibration_head"]["AUROC"] == 0.75  # 0.6 is beaten, 0.9 is a tie
+    assert scores["clustering_head"]["FPR95"] == 0.5  # all inside images are kept from 0.8 on; 0.85 gets in
     assert set(scores["distance"]) == {"AUROC", "FPR95", "AUPR"}
 
 

@@ -133,7 +133,7 @@ def test_pooling_seeds_equals_measuring_all_images_at_once():
 
 
 def test_without_labels_the_page_shows_confidence_and_sizes_and_claims_no_accuracy():
-    values = {"CONF": Value(0.8, None, 1), "largest cluster": Value(0.4, None, 1), "seconds": Value(3.0, None, 1)}
+    values = {"CONF": Value(0.8, None, 1), "largest_cluster": Value(0.4, None, 1), "seconds": Value(3.0, None, 1)}
     bare = Row("photos", "CDC", "cdc", "CDC-Cal", False, 1, values, [figures_of(0, labelled=False)])
     page, html = page_of([bare])
     assert "Without labels there is no accuracy" in page.text

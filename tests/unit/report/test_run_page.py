@@ -18,7 +18,7 @@ from cdc_plugin.report.outside_table import outside_rows
 from cdc_plugin.report.page_data import ComparedModel, PageData
 from cdc_plugin.report.run_page import render_comparison, render_page, write_comparison, write_page
 from cdc_plugin.report.tables import before_after_table, side_by_side_table
-from cdc_plugin.report.words import cluster_words, headline, outlier_words, percent, shorten
+from cdc_plugin.report.words import TITLES, cluster_words, headline, outlier_words, percent, shorten
 
 VOID = {"meta", "link", "img", "br", "hr"}
 SCORES = {"AUROC": 0.9, "FPR95": 0.2, "AUPR": 0.8}
@@ -147,7 +147,7 @@ def test_names_that_look_like_html_are_shown_as_they_are(findings):
         label_free={"warnings": [{"kind": "x", "text": HOSTILE}]},
         settings=HOSTILE,
         command=HOSTILE,
-        outside=[{"data": HOSTILE, "images": 1, "scores": {HOSTILE: SCORES}}],
+        outside=[{"data": HOSTILE, "images": 1, "scores": {"distance": SCORES}}],
         old_model={"writer": HOSTILE, "agreement_after": 0.5},
     )
     page = page_of(hostile)
@@ -267,12 +267,16 @@ def test_side_by_side_marks_the_best_of_all_models():
 
 
 def test_outside_scores_are_compared_within_one_data_set():
-    entry = {"data": "a", "images": 1000, "scores": {"x": SCORES, "y": {**SCORES, "FPR95": 0.1, "AUPR": None}}}
-    rows = outside_rows([("m", [entry, {**entry, "data": "b", "scores": {"x": SCORES}}])])
+    entry = {
+        "data": "a",
+        "images": 1000,
+        "scores": {"model": SCORES, "distance": {**SCORES, "FPR95": 0.1, "AUPR": None}},
+    }
+    rows = outside_rows([("m", [entry, {**entry, "data": "b", "scores": {"model": SCORES}}])])
     assert [(row.data, row.images, row.score) for row in rows] == [
-        ("a", "1,000", "x"),
-        ("a", "1,000", "y"),
-        ("b", "1,000", "x"),
+        ("a", "1,000", TITLES["model"]),
+        ("a", "1,000", "distance"),
+        ("b", "1,000", TITLES["model"]),
     ]
     assert [[cell.better for cell in row.cells] for row in rows] == [[False] * 3, [False, True, False], [False] * 3]
     assert rows[1].cells[2].words == "–"
