@@ -5,7 +5,6 @@ from cdc_plugin.checkpoints.formats.native import read_native
 from cdc_plugin.checkpoints.infer.batchnorm import Resolution, batchnorm_mismatch, settle
 from cdc_plugin.checkpoints.load import find_format, load_backbone, load_checkpoint
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
-from cdc_plugin.models.networks import fixmatch_wrn  # noqa: F401  (it registers its family)
 
 __all__ = [
     "Checkpoint",

@@ -1,4 +1,4 @@
-"""Networks from plain records: a spec fits in JSON, so that a result folder can rebuild its backbone."""
+"""Build networks from plain records: a spec fits in JSON, so that a result folder can rebuild its backbone."""
 
 from __future__ import annotations
 
@@ -9,32 +9,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.core.registry import Registry
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
+from cdc_plugin.models.networks.fixmatch_wrn import build_fixmatch_wrn
+from cdc_plugin.models.networks.poolformer import build_poolformer
+from cdc_plugin.models.networks.wide_resnet import build_wide_resnet
 
-Builder = Callable[[Mapping[str, Any]], tuple[nn.Module, int]]
-# How a family builds the network of a spec; a format with networks of its own adds its family.
-families: Registry[Builder] = Registry("network family")
 STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
 
 
 def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """The network a spec describes, without a classifier and with random weights, and its number of features.
+    """Return the network of a spec, without classifier and with random weights, and its number of features.
 
     Among others ``{"family": "resnet", "block": "basic" | "bottleneck", "depths", "widths", "stem",
     "groups", "width_per_group"}``, and ``{"family": "timm" | "torchvision", "name", "kwargs"}``.
+
+    >>> build({"family": "resnet", "block": "basic", "depths": [1, 1, 1, 1], "widths": [8, 8, 8, 16]})[1]
+    16
     """
     family = spec.get("family")
-    if family not in families:
-        raise UserError(f"a backbone spec needs a family, one of {', '.join(families.names())}; found {family!r}")
+    if family not in FAMILIES:
+        raise CheckpointError(f"a backbone spec needs a family, one of {', '.join(FAMILIES)}; found {family!r}")
     try:
-        return families.get(str(family))(spec)
+        return FAMILIES[str(family)](spec)
     except KeyError as error:
-        raise UserError(f"a backbone spec of family {family!r} needs {error.args[0]!r}: {dict(spec)}") from error
+        raise CheckpointError(f"a backbone spec of family {family!r} needs {error.args[0]!r}: {dict(spec)}") from error
 
 
 def describe(spec: Mapping[str, Any] | None) -> str:
-    """A spec in words."""
+    """Return a spec in words.
+
+    >>> describe({"family": "timm", "name": "resnet18", "kwargs": {"in_chans": 3}})
+    'timm resnet18 (in_chans=3)'
+    """
     if spec is None:
         return "a network of the user's own class"
     if spec["family"] != "resnet":
@@ -51,27 +57,26 @@ def describe(spec: Mapping[str, Any] | None) -> str:
     )
 
 
-@families.register("resnet")
 def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """A ResNet with torchvision's parameter names, of any widths and stem."""
+    """Return a ResNet with torchvision's parameter names, of any widths and stem."""
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
     depths, widths = list(spec["depths"]), list(spec["widths"])
     if len(depths) != 4 or len(widths) != 4 or min(depths + widths) < 1:
-        raise UserError(f"a resnet spec takes 4 depths and 4 widths above 0; found {depths} and {widths}")
+        raise CheckpointError(f"a resnet spec takes 4 depths and 4 widths above 0; found {depths} and {widths}")
     blocks: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
     if spec["block"] not in blocks:
-        raise UserError(f"a resnet block is 'basic' or 'bottleneck'; found {spec['block']!r}")
+        raise CheckpointError(f"a resnet block is 'basic' or 'bottleneck'; found {spec['block']!r}")
     block = blocks[spec["block"]]
     stem = STEM | dict(spec.get("stem", {}))
     unknown = sorted(set(stem) - {*STEM, "width", "pool_kernel", "relu"})
     if unknown:
         known = ", ".join([*STEM, "pool_kernel", "relu"])
-        raise UserError(f"a resnet stem takes {known} and width; found {', '.join(unknown)} too")
+        raise CheckpointError(f"a resnet stem takes {known} and width; found {', '.join(unknown)} too")
     stem_width = int(stem.get("width", widths[0]))
 
     class ShapedResNet(ResNet):
-        """torchvision fixes the four widths in its constructor; here each stage takes its own."""
+        """A ResNet whose stages take their own widths, which torchvision fixes in its constructor."""
 
         def _make_layer(self, block: Any, planes: int, blocks: int, *args: Any, **kwargs: Any) -> nn.Sequential:
             stage = {64: 0, 128: 1, 256: 2, 512: 3}[planes]
@@ -96,44 +101,83 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     return network, widths[3] * block.expansion
 
 
-@families.register("timm")
 def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """A timm model by name, its classifier left out."""
+    """Return a timm model by name, without its classifier."""
     import timm
 
     name, kwargs = spec["name"], dict(spec.get("kwargs", {}))
     if not timm.is_model(name):
-        raise UserError(f"timm has no model {name!r}{_near_timm(name)}; timm.list_models() lists them all")
+        raise CheckpointError(f"timm has no model {name!r}{_near_timm(name)}; timm.list_models() lists them all")
     try:
         network = timm.create_model(name, pretrained=False, num_classes=0, **kwargs)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise UserError(f"timm could not build {name!r} with {kwargs}: {_first_line(error)}") from error
+        raise CheckpointError(f"timm could not build {name!r} with {kwargs}: {_first_line(error)}") from error
     # Networks with a convolutional head, as mobilenetv3, give head_hidden_size numbers, not num_features.
     return network, timm_features(network)
 
 
-@families.register("torchvision")
 def build_torchvision(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """A torchvision classifier by name; its last linear layer gives way to the identity."""
+    """Return a torchvision classifier by name, its last linear layer replaced by the identity."""
     from torchvision import models
 
     name = spec["name"]
     if name not in models.list_models(module=models):
         near = difflib.get_close_matches(name, models.list_models(module=models), n=3)
         hint = f"; close: {', '.join(near)}" if near else ""
-        raise UserError(f"torchvision has no image classifier {name!r}{hint}")
+        raise CheckpointError(f"torchvision has no image classifier {name!r}{hint}")
     # GoogLeNet and Inception would initialise for minutes and add auxiliary classifiers otherwise.
     extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     kwargs = spec.get("kwargs", {})
     try:
         network = models.get_model(name, weights=None, **extra, **kwargs)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise UserError(f"torchvision could not build {name!r} with {kwargs}: {_first_line(error)}") from error
+        raise CheckpointError(f"torchvision could not build {name!r} with {kwargs}: {_first_line(error)}") from error
     return network, _drop_classifier(network, name)
 
 
+def build_resnet_linear(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """Return a ResNet, ``spec["resnet"]``, whose features pass one more linear layer of the same size (TCL)."""
+    network, features = build_resnet(spec["resnet"])
+    network.fc = nn.Linear(features, features)
+    return network, features
+
+
+def build_torchvision_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """Return torchvision's vision transformer of any size, without its classifier."""
+    from torchvision.models import VisionTransformer
+
+    sizes = {name: int(spec[name]) for name in ("image_size", "patch_size", "num_layers", "num_heads")}
+    width = int(spec["hidden_dim"])
+    try:
+        network = VisionTransformer(**sizes, hidden_dim=width, mlp_dim=int(spec["mlp_dim"]))
+    except (ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        raise CheckpointError(f"torchvision could not build a vision transformer of {dict(spec)}: {error}") from error
+    network.heads = nn.Sequential()
+    return network, width
+
+
+def build_twice_normed_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """Return a timm ViT that normalises its tokens and again their mean: solo-learn's mae with global_pool=avg."""
+    network, features = build_timm(spec)
+    network.norm = nn.LayerNorm(features, eps=1e-6)
+    return network, features
+
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], tuple[nn.Module, int]]] = {
+    "resnet": build_resnet,
+    "resnet_linear": build_resnet_linear,
+    "timm": build_timm,
+    "torchvision": build_torchvision,
+    "torchvision_vit": build_torchvision_vit,
+    "twice_normed_vit": build_twice_normed_vit,
+    "fixmatch_wrn": build_fixmatch_wrn,
+    "poolformer": build_poolformer,
+    "wide_resnet": build_wide_resnet,
+}
+
+
 def skeleton(spec: Mapping[str, Any]) -> nn.Module:
-    """The network without memory for its weights, for comparing names and shapes."""
+    """Return the network of a spec without memory for its weights, to compare names and shapes."""
     try:
         with torch.device("meta"):
             return build(spec)[0]
@@ -142,19 +186,19 @@ def skeleton(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def timm_features(network: Any) -> int:
-    """How many features a timm network without classifier gives."""
+    """Return the number of features of a timm network without classifier."""
     return int(getattr(network, "head_hidden_size", None) or network.num_features)
 
 
 def image_size_default(spec: Mapping[str, Any]) -> int:
-    """The side of the images that a network of this spec is usually given."""
+    """Return the side of the images that a network of this spec is usually trained on."""
     if spec["family"] == "resnet":
         return 32 if spec.get("stem", STEM).get("kernel", 7) < 7 else 224
     return 224
 
 
 def timm_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
-    """Mean, std and image side that timm documents for a model."""
+    """Return mean, std and image side that timm documents for a model."""
     import timm
 
     config = timm.get_pretrained_cfg(name)
@@ -167,7 +211,7 @@ def _drop_classifier(network: nn.Module, name: str) -> int:
     linears = [(path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     path, layer = linears[-1] if linears else ("", nn.Linear(1, 1))
     if not path.startswith(("fc", "head", "classifier")):
-        raise UserError(f"torchvision's {name!r} has no linear classifier to take off; use its timm twin")
+        raise CheckpointError(f"torchvision's {name!r} has no linear classifier to take off; use its timm twin")
     parent_path, _, leaf = path.rpartition(".")
     setattr(network.get_submodule(parent_path), leaf, nn.Identity())
     return layer.in_features

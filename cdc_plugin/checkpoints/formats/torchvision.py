@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_with_weights, compare
 from cdc_plugin.errors import UserError
-from cdc_plugin.models.architectures import describe, families, image_size_default, skeleton
+from cdc_plugin.models.architectures import describe, image_size_default, skeleton
 from cdc_plugin.models.backbone import Backbone
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -58,21 +58,6 @@ USUAL_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
 # Depths that networks have; with others a whole block may have been lost, which every strict load would accept.
 RESNET_DEPTHS = ([1, 1, 1, 1], [2, 2, 2, 2], [3, 4, 6, 3], [3, 4, 23, 3], [3, 8, 36, 3], [3, 24, 36, 3])
 TRANSFORMER_DEPTHS = (6, 12, 24, 32)
-
-
-@families.register("torchvision_vit")
-def build_torchvision_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """torchvision's vision transformer of any size, without its classifier."""
-    from torchvision.models import VisionTransformer
-
-    sizes = {name: int(spec[name]) for name in ("image_size", "patch_size", "num_layers", "num_heads")}
-    width = int(spec["hidden_dim"])
-    try:
-        network = VisionTransformer(**sizes, hidden_dim=width, mlp_dim=int(spec["mlp_dim"]))
-    except (ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
-        raise UserError(f"torchvision could not build a vision transformer of {dict(spec)}: {error}") from error
-    network.heads = nn.Sequential()
-    return network, width
 
 
 def is_resnet(state: Mapping[str, Tensor]) -> bool:

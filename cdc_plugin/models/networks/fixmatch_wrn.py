@@ -1,4 +1,4 @@
-"""Networks that only clustering methods have: FixMatch's wide ResNet (SPICE-Semi), and TCL's ResNet."""
+"""FixMatch's wide ResNet, which SPICE-Semi trains."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.models.architectures import build_resnet, families
-
 LEAK = 0.1
 
 
-@families.register("resnet_linear")
-def build_resnet_linear(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """A ResNet, ``spec["resnet"]``, whose features pass one more linear layer of the same size."""
-    network, features = build_resnet(spec["resnet"])
-    network.fc = nn.Linear(features, features)
-    return network, features
-
-
-@families.register("fixmatch_wrn")
 def build_fixmatch_wrn(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """FixMatch's wide ResNet: ``depth`` blocks a stage, ``widths`` of the stem and each stage, a ``strides`` list."""
+    """Return the network with ``depth`` blocks per stage, ``widths`` of stem and stages, and ``strides`` of stages."""
     widths = [int(width) for width in spec["widths"]]
     return FixMatchWideResNet(int(spec["depth"]), widths, [int(s) for s in spec["strides"]]), widths[-1]
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.solo_learn.args import CIFARS, RunArgs
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
 from cdc_plugin.errors import UserError
-from cdc_plugin.models.architectures import build_timm, families
-from cdc_plugin.models.networks import poolformer, wide_resnet  # noqa: F401  (they register their families)
 
 RESNETS = {
     "resnet18": ("basic", [2, 2, 2, 2]),
@@ -78,14 +76,6 @@ class Network:
     inferred: tuple[str, ...] = ()
     size: int | None = None
     why: dict[str, str] = field(default_factory=dict)
-
-
-@families.register("twice_normed_vit")
-def build_twice_normed_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """A ViT of timm that norms its tokens and, once more, their average: solo-learn's mae with global_pool=avg."""
-    network, features = build_timm(spec)
-    network.norm = nn.LayerNorm(features, eps=1e-6)
-    return network, features
 
 
 def kind_of(weights: Mapping[str, Tensor]) -> str | None:
