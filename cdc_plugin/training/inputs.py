@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
+from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.checkpoints.load import load_checkpoint
 from cdc_plugin.config.load import load_config
@@ -31,7 +31,7 @@ def configure(
 ) -> RefineConfig:
     """Load the settings of a run; what the pretraining run says of its data stands beneath what the user says."""
     return load_config(
-        recipe, flags, overrides, lambda config: run_defaults(config.backbone) if config.backbone else {}
+        recipe, flags, overrides, lambda config: read_run_defaults(config.backbone) if config.backbone else {}
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.checkpoints.formats.solo_learn.args import run_defaults
+from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.recipes import recipe_folder, recipe_names
 from tests.helpers import ROOT
@@ -152,7 +152,7 @@ def test_of_a_recipe_the_settings_are_taken_but_not_other_images_and_statistics(
     node = json.loads(json.dumps(asdict(load_config(recipe, {"epochs": 3}))))
     args = {"method": "simclr", "backbone": {"name": "resnet18"}, "data": data, "augmentations": [{"crop_size": 24}]}
     (tmp_path / "args.json").write_text(json.dumps({**args, "cdc": node}))
-    found = run_defaults(tmp_path)
+    found = read_run_defaults(tmp_path)
     assert Path(found["data"]).name == expected
     assert found["epochs"] == 3
     assert not {"mean", "std", "input_size"} & set(found)

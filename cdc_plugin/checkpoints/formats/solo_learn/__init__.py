@@ -1,6 +1,6 @@
 """Checkpoints of solo-learn, 1.0.2 to today, and of the version of it that CDC was developed with.
 
-A run writes a Lightning ``.ckpt``, which does not say what the network is, and beside it ``args.json``, which does.
+A run writes a Lightning ``.ckpt``, which does not describe its network, and beside it ``args.json``, which does.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from cdc_plugin.checkpoints.formats.solo_learn.args import (
     CIFAR10,
     IMAGENET,
     RunArgs,
-    input_size,
+    find_input_size,
+    find_statistics,
     parse_args,
-    statistics,
 )
-from cdc_plugin.checkpoints.formats.solo_learn.networks import NAMES, Network, find_network, kind_of
+from cdc_plugin.checkpoints.formats.solo_learn.networks import NAMES, Network, find_kind, find_network
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, read_as_inert, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import describe, image_size_default
 from cdc_plugin.models.backbone import Backbone
 
@@ -34,7 +34,7 @@ COMPANIONS = {
 }
 LIGHTNING = "pytorch-lightning_version"
 
-# What its runs leave in the optimiser's part of the file.
+# Classes that its runs leave in the optimiser's part of the file.
 read_as_inert(
     *("omegaconf.base.ContainerMetadata", "omegaconf.base.Metadata", "omegaconf.dictconfig.DictConfig"),
     *("omegaconf.listconfig.ListConfig", "typing.Any", "functools.partial", "builtins.getattr", "pathlib.PosixPath"),
@@ -49,58 +49,61 @@ read_as_inert(
 
 
 def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """The backbone of a run, with the stem, the statistics and the image size that its ``args.json`` implies."""
+    """Return the backbone of a run, with the stem, the statistics and the image size that its ``args.json`` implies."""
     run = parse_args(checkpoint.sidecar.get("args.json"))
-    prefix = _branch(checkpoint, wanted)
+    prefix = _find_prefix(checkpoint, wanted)
     part = checkpoint.below(prefix)
-    network = _network(part, checkpoint, run, wanted)
-    if network is None:  # one that solo-learn does not have, put in by the user
-        found = load_bare(part, wanted).backbone
-        assert found.spec is not None
-        open_facts = tuple(fact for fact in found.inferred if fact.startswith("stem."))
-        network = Network(found.spec, part.state, open_facts, found.input_size if run is None else None)
+    network = _find_network(part, checkpoint, run, wanted)
+    if network is None:  # one that solo-learn does not have, added by the user
+        bare = load_bare(part, wanted).backbone
+        assert bare.spec is not None
+        open_facts = tuple(fact for fact in bare.inferred if fact.startswith("stem."))
+        network = Network(bare.spec, part.state, open_facts, bare.input_size if run is None else None)
     source = str(checkpoint.path)
     module, feature_dim, matched = build_with_weights(network.spec, network.weights, source, wanted.partial)
 
-    said = statistics(run, called_encoder="encoder." in prefix) if run else None
-    size = network.size or (input_size(run) if run else None)
+    stated = find_statistics(run, called_encoder="encoder." in prefix) if run else None
+    size = network.size or (find_input_size(run) if run else None)
     usual = 32 if network.spec["family"] == "wide_resnet" else image_size_default(network.spec)
-    mean, std = said or (CIFAR10 if (size or usual) <= 32 else IMAGENET)
-    inferred = [*network.inferred, *(() if said else ("mean", "std")), *(() if size else ("input_size",))]
+    mean, std = stated or (CIFAR10 if (size or usual) <= 32 else IMAGENET)
+    inferred = [*network.inferred, *(() if stated else ("mean", "std")), *(() if size else ("input_size",))]
     backbone = Backbone(
         module, feature_dim, mean, std, size or usual, network.spec, inferred=tuple(dict.fromkeys(inferred))
     )
-    stated = f"as solo-learn has them for {run.dataset}" if run and said else "usual, nothing beside the file says"
-    why = dict(network.why) | {"mean": stated, "std": stated, "branch": prefix.rstrip(".")}
-    why["input_size"] = "usual, nothing beside the file says" if "input_size" in inferred else "stated by the run"
+    usual_ones = "usual, no file states them"
+    source_of_both = f"as solo-learn has them for {run.dataset}" if run and stated else usual_ones
+    why = dict(network.why) | {"mean": source_of_both, "std": source_of_both, "branch": prefix.rstrip(".")}
+    why["input_size"] = "usual, no file states it" if "input_size" in inferred else "stated by the run"
     epoch = payload_fields(checkpoint.payload).get("epoch")
-    origin = Origin(_writer(run), describe(network.spec), epoch if isinstance(epoch, int) else None, why)
+    origin = Origin(_describe_writer(run), describe(network.spec), epoch if isinstance(epoch, int) else None, why)
     return Loaded(backbone, origin, matched=matched)
 
 
-def _branch(checkpoint: Checkpoint, wanted: Wanted) -> str:
-    """The prefix of the network that is meant; the online one is what solo-learn evaluates."""
+def _find_prefix(checkpoint: Checkpoint, wanted: Wanted) -> str:
+    """Return the prefix of the requested network; by default the online one, which solo-learn evaluates."""
     prefixes = MOMENTUM if wanted.branch == "momentum" else ONLINE
     for prefix in prefixes:
         if any(key.startswith(prefix) for key in checkpoint.state):
             return prefix
     present = ", ".join(sorted({key.split(".")[0] for key in checkpoint.state})[:8])
-    hint = "leave --branch out" if wanted.branch == "momentum" else "pass another --format"
-    raise UserError(
-        f"expected weights below {' or '.join(prefixes)} in {checkpoint.path}, found {present}; "
-        f"{'this method keeps no moving average, ' if wanted.branch == 'momentum' else ''}{hint}"
+    hint = f"pass another {option('format', 'FORMAT')}"
+    if wanted.branch == "momentum":
+        hint = f"this method keeps no moving average, leave out {option('branch', 'momentum')}"
+    raise CheckpointError(
+        f"expected weights below {' or '.join(prefixes)} in {checkpoint.path}, found {present}; {hint}"
     )
 
 
-def _network(part: Checkpoint, whole: Checkpoint, run: RunArgs | None, wanted: Wanted) -> Network | None:
+def _find_network(part: Checkpoint, file: Checkpoint, run: RunArgs | None, wanted: Wanted) -> Network | None:
     name = wanted.arch or (run.network if run else None)
-    known_name = any(name in names for names in NAMES.values())
-    if not known_name and (wanted.arch is not None or kind_of(part.state) is None):
+    if not any(name in names for names in NAMES.values()) and (
+        wanted.arch is not None or find_kind(part.state) is None
+    ):
         return None
-    return find_network(part.state, run, name, reconstructs="decoder.mask_token" in whole.state)
+    return find_network(part.state, run, name, reconstructs="decoder.mask_token" in file.state)
 
 
-def _writer(run: RunArgs | None) -> str:
+def _describe_writer(run: RunArgs | None) -> str:
     if run is None:
         return "solo-learn, without its args.json"
     name = "solo-learn as CDC has it" if run.fork else "solo-learn"
@@ -109,6 +112,7 @@ def _writer(run: RunArgs | None) -> str:
 
 
 def matches(checkpoint: Checkpoint) -> bool:
+    """Return whether this is a network of solo-learn's with its ``args.json``, or with solo-learn's companions."""
     state = checkpoint.state
     branches = [prefix for prefix in (*ONLINE, *MOMENTUM) if any(key.startswith(prefix) for key in state)]
     if not branches:
@@ -118,5 +122,5 @@ def matches(checkpoint: Checkpoint) -> bool:
     parts = {key.split(".")[0] for key in state}
     if LIGHTNING not in payload_fields(checkpoint.payload) or CLASSIFIER not in parts or not parts <= COMPANIONS:
         return False
-    # Either branch will do: of a damaged file one may be beyond recognition, and then loading says so.
-    return any(kind_of(strip_prefix(state, prefix)) is not None for prefix in branches)
+    # Either branch will do: in a damaged file one may be beyond recognition, and then loading reports it.
+    return any(find_kind(strip_prefix(state, prefix)) is not None for prefix in branches)

@@ -1,21 +1,28 @@
-"""What solo-learn's ``args.json`` says of a run: network, data, statistics. It is read as JSON, nothing else is opened.
+"""Read a run of solo-learn from its ``args.json``: network, data, statistics. Plain JSON; nothing in it is executed.
 
 Releases from 1.0.6 on write a nested file, earlier ones a flat one; a fork that CDC was developed with writes a
-nested one too, and builds its CIFAR stem otherwise.
+nested one too, and builds its CIFAR stem differently.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.checkpoints.formats.solo_learn.interpolation import resolve
 from cdc_plugin.checkpoints.locate import locate, read_sidecars
 from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import UserError
+
+NOT_WRITTEN = "<not serializable>"  # what solo-learn writes for values that JSON cannot hold
+MISSING = "???"  # OmegaConf's own mark
+# Functions of OmegaConf, as ``${oc.env:HOME}``, read the environment or run code: they have a colon inside.
+FUNCTION = re.compile(r"\$\{.*:", re.DOTALL)
+# References to references could multiply without end: limits on all, on those that share a text, and on the result.
+MOST_REFERENCES, MOST_JOINED, DEEPEST, MOST_VALUES = 60, 16, 20, 2_000
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -32,7 +39,7 @@ PRETRAINING = {"cifar10": CIFAR10, "cifar100": CIFAR100, "cifar20": CIFAR100, "s
 CIFARS = ("cifar10", "cifar20", "cifar100")
 CLASSES = {"cifar10": 10, "cifar20": 20, "cifar100": 100, "stl10": 10, "imagenet": 1000, "imagenet100": 100}
 FORK_CLASSES = {"cifar20": 20, "imagenet10": 10, "imagenetdogs": 15, "tinyimagenet": 200}
-# Data sets that lie in one place under a known name; all others are folders of images.
+# Data sets with a folder name of their own; all others are folders of images.
 PLACES = {
     "cifar10": "cifar-10-batches-py",
     "cifar20": "cifar-100-python",
@@ -44,17 +51,17 @@ EVALUATION_SIZES = {**dict.fromkeys(CIFARS, 32), "stl10": 96, "tinyimagenet": 64
 
 @dataclass(frozen=True)
 class RunArgs:
-    """The run that an ``args.json`` describes; None where it does not say.
+    """A run as its ``args.json`` describes it; None where it does not say.
 
     Args:
         nested: written by a release from 1.0.6 on.
-        linear: a linear evaluation or fine-tuning, which normalises in its own way.
+        linear: a linear evaluation or fine-tuning, which normalises differently.
         fork: CDC's own version of solo-learn.
-        method: of the pretraining.
-        network: name of the backbone, with the settings it was built with in ``kwargs``.
-        classes: number that the run counted, or None if its images have no labels.
-        mean, std: stated for the first view; solo-learn takes notice of them for custom data alone.
-        cdc: fields of our own configuration that the run was given, what the network takes as input aside.
+        method: pretraining method.
+        network: name of the backbone; ``kwargs`` has the settings it was built with.
+        classes: number of classes that the run counted, or None if its images have no labels.
+        mean, std: stated for the first view; solo-learn uses them for custom data only.
+        cdc: fields of our own configuration in the run, without those about the network's input.
     """
 
     nested: bool
@@ -74,12 +81,17 @@ class RunArgs:
 
 
 def parse_args(content: Any) -> RunArgs | None:
-    """The run behind the content of an ``args.json``; None if something else wrote it."""
+    """Return the run that the content of an ``args.json`` describes; None if another program wrote it.
+
+    >>> content = {"dataset": "cifar10", "method": "byol", "encoder": "resnet18"}
+    >>> parse_args(content).network, parse_args({"epochs": 3})
+    ('resnet18', None)
+    """
     if not isinstance(content, Mapping):
         return None
-    args = _mapping(resolve(dict(content)))
+    args = resolve_references(dict(content))
     data, network = args.get("data"), args.get("backbone")
-    # A recipe's statistics are its paper's; the network has seen those of this run, which the checkpoint brings.
+    # A recipe has the statistics of its paper; the network has seen those of this run, which the checkpoint states.
     cdc = {k: v for k, v in _mapping(args.get("cdc")).items() if v is not None and k not in INPUT_FACTS}
     linear = "pretrained_feature_extractor" in args
     if isinstance(data, Mapping) and isinstance(network, Mapping) and "dataset" in data:
@@ -102,14 +114,14 @@ def parse_args(content: Any) -> RunArgs | None:
             std=_channels(view.get("std")),
             cdc=cdc,
         )
-    known_name = _text(args.get("encoder")) or _text(network)
-    if "dataset" not in args or not ("backbone_args" in args or (known_name and "method" in args)):
+    name = _text(args.get("encoder")) or _text(network)
+    if "dataset" not in args or not ("backbone_args" in args or (name and "method" in args)):
         return None
-    return _parse_flat(args, known_name, linear, cdc)
+    return _parse_flat(args, name, linear, cdc)
 
 
-def statistics(run: RunArgs, called_encoder: bool) -> Statistics | None:
-    """Mean and std that the run normalised with; None if ``args.json`` leaves that open.
+def find_statistics(run: RunArgs, called_encoder: bool) -> Statistics | None:
+    """Return the mean and std that the run normalised with; None if ``args.json`` leaves them open.
 
     Args:
         called_encoder: the weights are below ``encoder.``, as before December 2021.
@@ -128,8 +140,8 @@ def statistics(run: RunArgs, called_encoder: bool) -> Statistics | None:
     return run.mean or imagenet[0], run.std or imagenet[1]
 
 
-def input_size(run: RunArgs) -> int | None:
-    """Side of the images that the run trained on."""
+def find_input_size(run: RunArgs) -> int | None:
+    """Return the side of the images that the run trained on."""
     size = run.kwargs.get("img_size")
     size = _count(size[0] if isinstance(size, list | tuple) and size else size)
     if size is not None:
@@ -139,55 +151,55 @@ def input_size(run: RunArgs) -> int | None:
     return run.crop_size
 
 
-def run_defaults(path: str | Path) -> dict[str, Any]:
-    """The fields of a `RefineConfig` that the ``args.json`` of a solo-learn run implies; empty if there is none.
+def read_run_defaults(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a `RefineConfig` that the ``args.json`` of a solo-learn run implies; empty without one.
 
     Args:
         path: a checkpoint of the run, or its folder.
     """
     try:
-        given = Path(path).expanduser()
-        # Beside what is given, else beside the checkpoint that is meant by it.
-        beside = (file for file in (given / "checkpoint", given) if file.with_name("args.json").is_file())
-        file = next(beside, None) or locate(given)
+        start = Path(path).expanduser()
+        # In the folder or beside the file; else beside the checkpoint that is found below the folder.
+        beside = (file for file in (start / "checkpoint", start) if file.with_name("args.json").is_file())
+        file = next(beside, None) or locate(start)
         run = parse_args(read_sidecars(file).get("args.json"))
-    except (OSError, ValueError, RecursionError, UserError):  # opening the weights will tell
+    except (OSError, ValueError, RecursionError, UserError):  # reading the weights will report it
         return {}
     if run is None:
         return {}
-    implied = _implied(run, file.parent.resolve())
-    return implied | _asked(run, implied)
+    implied = _find_data(run, file.parent.resolve())
+    return implied | _select_own_fields(run, implied)
 
 
-def _implied(run: RunArgs, folder: Path) -> dict[str, Any]:
+def _find_data(run: RunArgs, folder: Path) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     place = PLACES.get(run.dataset or "")
-    found = _find_folder(run.train_path, folder, place)
+    images = _find_folder(run.train_path, folder, place)
     if place is not None:
         fields["data"] = run.dataset
-        if found is not None:
-            fields["data_root"] = str(found)
-    elif found is not None and run.data_format != "h5":
-        fields["data"] = str(found)
+        if images is not None:
+            fields["data_root"] = str(images)
+    elif images is not None and run.data_format != "h5":
+        fields["data"] = str(images)
     clusters = (CLASSES | FORK_CLASSES).get(run.dataset or "", run.classes)
     if clusters is not None and clusters > 1:
         fields["clusters"] = clusters
     return fields
 
 
-def _asked(run: RunArgs, implied: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``cdc`` node, less the images where the run itself knows better than a recipe which they are."""
-    asked = dict(run.cdc)
-    # CIFAR-20 is in the files of CIFAR-100; of a data set elsewhere, only the settings are meant.
-    place = PLACES.get(str(asked.get("data")))
+def _select_own_fields(run: RunArgs, implied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``cdc`` node, without the data of a recipe where the run itself states its images."""
+    fields = dict(run.cdc)
+    # CIFAR-20 has the files of CIFAR-100; a recipe of any other data set was chosen for its settings only.
+    place = PLACES.get(str(fields.get("data")))
     same_files = place is not None and place == PLACES.get(run.dataset or "")
-    if "data" in implied and asked.get("data") in recipe_names() and not same_files:
-        del asked["data"]
-    return asked
+    if "data" in implied and fields.get("data") in recipe_names() and not same_files:
+        del fields["data"]
+    return fields
 
 
 def _find_folder(text: str | None, run_folder: Path, inside: str | None) -> Path | None:
-    """A path as the run knew it: absolute, or relative to where it was started, which is not written down."""
+    """Return the folder that the run used: absolute, or relative to where it was started, which is not recorded."""
     if text is None:
         return None
     wanted = Path(text).expanduser()
@@ -204,10 +216,10 @@ def _parse_flat(args: dict[str, Any], network: str | None, linear: bool, cdc: di
     cifar = kwargs.pop("cifar", False) is True
     if cifar and (network or "").startswith("swin"):
         kwargs["window_size"] = 4
-    size = args.get("crop_size")  # one a view
-    if size is None:  # 1.0.2 asked for a size of ImageNet and custom data alone, and of those without small crops
-        given = None if args.get("multicrop") is True else args.get("size")
-        size = EVALUATION_SIZES.get(dataset or "", given or 224)
+    size = args.get("crop_size")  # one per view
+    if size is None:  # 1.0.2 had a size for ImageNet and custom data only, and only without small crops
+        stated = None if args.get("multicrop") is True else args.get("size")
+        size = EVALUATION_SIZES.get(dataset or "", stated or 224)
     root, below = _text(args.get("data_dir")), _text(args.get("train_dir"))
     joined = str(Path(root) / (below or "")) if root else None
     return RunArgs(
@@ -227,6 +239,65 @@ def _parse_flat(args: dict[str, Any], network: str | None, linear: bool, cdc: di
     )
 
 
+def resolve_references(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with every reference replaced as OmegaConf does; None where it leads nowhere or is a function.
+
+    >>> resolve_references({"name": "run-${data.size}", "data": {"size": 32}, "home": "${oc.env:HOME}"})
+    {'name': 'run-32', 'data': {'size': 32}, 'home': None}
+    """
+    from omegaconf import OmegaConf
+
+    return _mapping(_read_node(OmegaConf.create(_drop_functions(settings, [])), [MOST_VALUES]))
+
+
+def _drop_functions(value: Any, references: list[int]) -> Any:
+    """Return the settings with ``???`` for what OmegaConf must not or cannot evaluate.
+
+    Args:
+        references: number of references in every text that has some; it grows as they are found.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _drop_functions(item, references) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_drop_functions(item, references) for item in value]
+    if value == NOT_WRITTEN:
+        return MISSING
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    joined = sum(count for count in (*references, value.count("${")) if count > 1)
+    if FUNCTION.search(value) or len(references) == MOST_REFERENCES or joined > MOST_JOINED:
+        return MISSING
+    from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError
+
+    try:
+        OmegaConf.create([value])
+    except GrammarParseError:
+        return MISSING
+    references.append(value.count("${"))
+    return value
+
+
+def _read_node(node: Any, budget: list[int], depth: int = 0) -> Any:
+    """Return an OmegaConf node as plain values, as many as the budget allows; None for a missing one."""
+    from omegaconf import DictConfig, ListConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    budget[0] -= 1
+    if not isinstance(node, (DictConfig, ListConfig)):
+        return node
+    if depth > DEEPEST or budget[0] < 0:
+        return None
+    keys: list[Any] = list(range(len(node)) if isinstance(node, ListConfig) else node)
+    values = []
+    for key in keys:
+        try:
+            values.append(_read_node(node[key], budget, depth + 1))
+        except (OmegaConfBaseException, RecursionError):
+            values.append(None)
+    return values if isinstance(node, ListConfig) else dict(zip(keys, values, strict=True))
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
 
@@ -240,7 +311,7 @@ def _count(value: Any) -> int | None:
 
 
 def _channels(value: Any) -> tuple[float, ...] | None:
-    """Three numbers from three, or from one that stands for all channels."""
+    """Return three numbers; one number stands for all channels."""
     numbers = value if isinstance(value, list) else [value]
     if len(numbers) not in (1, 3) or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
         return None

@@ -1,4 +1,4 @@
-"""Which network of solo-learn some weights belong to: as the run states it, else by names and shapes.
+"""Find the network of solo-learn that weights belong to: as the run states it, else by names and shapes.
 
 The ViTs of ``mae`` and ``mocov3`` have 12 attention heads where the others have 3 or 6, at the same shapes.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.solo_learn.args import CIFARS, RunArgs
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, option
 
 RESNETS = {
     "resnet18": ("basic", [2, 2, 2, 2]),
     "resnet34": ("basic", [3, 4, 6, 3]),
     "resnet50": ("bottleneck", [3, 4, 6, 3]),
-    "resnet101": ("bottleneck", [3, 4, 23, 3]),  # this and the next: easily put in by users
+    "resnet101": ("bottleneck", [3, 4, 23, 3]),  # this and the next are easily added by users
     "resnet152": ("bottleneck", [3, 8, 36, 3]),
 }
 # Width and depth of a ViT; width of the first stage and depths of a Swin or ConvNeXt; depths and widths.
@@ -46,7 +46,7 @@ POOLFORMERS = {
     "poolformer_m48": ([8, 8, 24, 8], [96, 192, 384, 768]),
 }
 WIDE_RESNETS = {"wide_resnet28w2": 2, "wide_resnet28w8": 8}
-# A key that only this kind of network has.
+# One key per kind that no other kind has.
 MARKS = {
     "vit": "blocks.0.attn.qkv.weight",
     "swin": "layers.0.blocks.0.attn.relative_position_bias_table",
@@ -59,16 +59,16 @@ METHODS = (
     *("all4one", "barlow_twins", "base", "byol", "deepclusterv2", "dino", "mae", "mocov2plus", "mocov3", "nnbyol"),
     *("nnclr", "nnsiam", "ressl", "simclr", "simsiam", "supcon", "swav", "vibcreg", "vicreg", "wmse"),
 )
-# Settings that act in training alone.
+# Settings that matter in training only.
 TRAINING_ONLY = ("drop", "attn_drop", "proj_drop", "pos_drop", "patch_drop", "weight_init", "num_classes", "pretrained")
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network to build, the weights under the names it has there, and what was inferred of it.
+    """A network to build, its weights under the names used there, and the facts that were inferred.
 
     Args:
-        size: side of the images that it can take, where the network itself fixes it.
+        size: side of the images, where the network itself fixes it.
     """
 
     spec: dict[str, Any]
@@ -78,47 +78,53 @@ class Network:
     why: dict[str, str] = field(default_factory=dict)
 
 
-def kind_of(weights: Mapping[str, Tensor]) -> str | None:
-    """The kind of network that has these names; None for one that solo-learn does not have."""
+def find_kind(weights: Mapping[str, Tensor]) -> str | None:
+    """Return the kind of network that has these names; None for one that solo-learn does not have."""
     if is_resnet(weights):
         return "resnet"
     return next((kind for kind, key in MARKS.items() if key in weights), None)
 
 
 def find_network(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reconstructs: bool) -> Network:
-    """The network of some weights whose `kind_of` is known.
+    """Return the network of weights whose `find_kind` is not None.
 
     Args:
-        run: what ``args.json`` says.
+        run: the content of ``args.json``.
         name: the network's name in solo-learn; None or a name it does not have: by shapes.
         reconstructs: there is a decoder beside the network, as in mae.
     """
-    kind = kind_of(weights)
-    named = next((other for other, names in NAMES.items() if name in names), kind)
-    if kind is None or named != kind:
-        found = f"the weights of a {kind}" if kind else "other or incomplete weights"
-        raise UserError(f"args.json or --arch says {name}, found {found}; do the files belong together?")
+    kind = find_kind(weights)
+    stated = next((other for other, names in NAMES.items() if name in names), kind)
+    if kind is None or stated != kind:
+        actual = f"the weights of a {kind}" if kind else "other or incomplete weights"
+        raise CheckpointError(f"args.json or arch says {name}, found {actual}; do the files belong together?")
     try:
         return FINDERS[kind](weights, run, name if name in NAMES[kind] else None, reconstructs)
     except (KeyError, IndexError, ValueError) as error:  # a key or a dimension that every such network has
-        raise UserError(f"the weights of a {kind} are incomplete ({error}); copy or download the file again") from error
+        raise CheckpointError(
+            f"the weights of a {kind} are incomplete ({error}); copy or download the file again"
+        ) from error
 
 
 def _resnet(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _reconstructs: bool) -> Network:
     spec, open_facts = resnet_spec(weights)
     kwargs = run.kwargs if run else {}
     if any(kwargs.get("replace_stride_with_dilation") or ()):
-        raise UserError("a ResNet with replace_stride_with_dilation cannot be rebuilt; train one without it")
+        raise CheckpointError("a ResNet with replace_stride_with_dilation cannot be rebuilt; train one without it")
     if name is not None and not {"groups", "width_per_group"} & set(kwargs):
         block, depths = RESNETS[name]
         spec |= {"block": block, "depths": depths, "widths": [64, 128, 256, 512]}
         if block == "bottleneck":
             spec |= {"groups": 1, "width_per_group": 64}
     elif (spec["block"], spec["depths"]) not in RESNETS.values():
-        raise UserError(f"no ResNet has {spec['depths']} {spec['block']} blocks; is the file whole? Else pass --arch")
+        raise CheckpointError(
+            f"no ResNet has {spec['depths']} {spec['block']} blocks; copy it again or pass {option('arch', 'NAME')}"
+        )
     kernel, dataset = spec["stem"]["kernel"], run.dataset if run else None
     if dataset in CIFARS and kernel != 3:
-        raise UserError(f"args.json says {dataset}, so a 3x3 stem, found {kernel}x{kernel}; is the file whole?")
+        raise CheckpointError(
+            f"args.json says {dataset}, so a 3x3 stem, found {kernel}x{kernel}; is the file complete?"
+        )
     if kernel != 3:
         return Network(spec, weights, open_facts, why={"stem": "the usual one for its size"})
     if dataset in CIFARS:
@@ -137,10 +143,12 @@ def _resnet(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _
 def _vit(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reconstructs: bool) -> Network:
     width, _, patch = weights["patch_embed.proj.weight"].shape[:3]
     depth = len({key.split(".")[1] for key in weights if key.startswith("blocks.")})
-    # In July 2022 vit_tiny and vit_small of mocov3 had changed places, so that shapes count more than the name.
-    by_shape = next((known for known, sizes in VITS.items() if sizes == (width, depth)), None)
+    # In July 2022 vit_tiny and vit_small of mocov3 were swapped, so shapes count more than the name.
+    by_shape = next((other for other, sizes in VITS.items() if sizes == (width, depth)), None)
     if by_shape is None:
-        raise UserError(f"solo-learn has no ViT of width {width} and {depth} blocks; pass --arch with a timm name")
+        raise CheckpointError(
+            f"solo-learn has no ViT of width {width} and {depth} blocks; pass {option('arch', 'NAME')} of timm"
+        )
     kwargs = _settings(run, "patch_size", "img_size")
     if run is not None and (run.nested or kwargs):
         kwargs = {"patch_size": 16, "img_size": 224} | kwargs
@@ -160,7 +168,7 @@ def _vit(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reco
 def _many_heads(weights: Mapping[str, Tensor], run: RunArgs | None, reconstructs: bool) -> bool:
     if run is not None and run.nested and (run.linear or run.method in METHODS):
         return run.method in MANY_HEADS
-    # Position embeddings that are fixed, as in these methods, are 0 for the class token; learned ones never are.
+    # Fixed position embeddings, as in these methods, are 0 for the class token; learned ones never are.
     positions = weights.get("pos_embed", torch.ones(1, 1, 1))
     return reconstructs or (positions.ndim == 3 and not positions[:, 0].any())
 
@@ -176,8 +184,8 @@ def _swin(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _re
         side = _swin_side(weights, windows)
         inferred = () if side else ("input_size",)
         kwargs = {"img_size": side or 224, "window_size": windows[0]}
-    # What follows from the sizes is not stored by newer releases of timm, which also count a stage's
-    # downsampling to the next one.
+    # Newer releases of timm do not store what follows from the sizes, and count a stage's downsampling as part of
+    # the next one.
     kept = {key: value for key, value in weights.items() if not key.endswith(("attn_mask", "relative_position_index"))}
     if any(key.startswith("layers.0.downsample.") for key in kept):
         kept = {_next_stage(key): value for key, value in kept.items()}
@@ -191,7 +199,7 @@ def _window(weights: Mapping[str, Tensor], stage: int) -> int:
 
 
 def _swin_side(weights: Mapping[str, Tensor], windows: list[int]) -> int | None:
-    """The side of the images: a window is cut to the map it lies on, and older releases stored the masks."""
+    """Return the side of the images: a window is cut to the size of its map, and older releases stored the masks."""
     cut = next((stage for stage, window in enumerate(windows) if window < windows[0]), None)
     if cut is not None:
         return windows[cut] * 4 * 2**cut
@@ -213,13 +221,15 @@ def _poolformer(weights: dict[str, Tensor], run: RunArgs | None, name: str | Non
     settings = _settings(run)
     unknown = set(settings) - {"pool_size", "img_size", "layer_scale_init_value"}
     if unknown:
-        raise UserError(f"a poolformer built with {', '.join(sorted(unknown))} cannot be rebuilt; pass --arch")
+        raise CheckpointError(
+            f"a poolformer built with {', '.join(sorted(unknown))} cannot be rebuilt; train one without it"
+        )
     if name is None:
         stages = ("0", "2", "4", "6")
         depths = [len({k.split(".")[2] for k in weights if k.startswith(f"network.{stage}.")}) for stage in stages]
         widths = [weights[f"network.{stage}.0.layer_scale_1"].shape[0] for stage in stages]
         if (depths, widths) not in POOLFORMERS.values():
-            raise UserError(f"no poolformer has depths {depths} and widths {widths}; is the file whole?")
+            raise CheckpointError(f"no poolformer has depths {depths} and widths {widths}; is the file complete?")
     else:
         depths, widths = POOLFORMERS[name]
     kwargs = {"depths": depths, "widths": widths, "pool": settings.get("pool_size", 3)}
@@ -234,18 +244,20 @@ def _wide_resnet(weights: dict[str, Tensor], run: RunArgs | None, name: str | No
 
 
 def _settings(run: RunArgs | None, *sides: str) -> dict[str, Any]:
-    """Settings of the network that its output depends on, those that are sides of a square as one number."""
-    given = {} if run is None else run.kwargs
-    kept = {k: v for k, v in given.items() if v is not None and k.removesuffix("_rate") not in TRAINING_ONLY}
+    """Return the settings that the network's output depends on, sides of a square as one number."""
+    stated = {} if run is None else run.kwargs
+    kept = {k: v for k, v in stated.items() if v is not None and k.removesuffix("_rate") not in TRAINING_ONLY}
     return kept | {side: _side(kept[side]) for side in sides if side in kept}
 
 
 def _side(value: Any) -> int:
     numbers = value if isinstance(value, list | tuple) else [value]
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
-        raise UserError(f"expected the side of a square in args.json, found {value!r}; was the file edited?")
+        raise CheckpointError(
+            f"expected the side of a square image in args.json, found {value!r}; was the file edited?"
+        )
     if len(set(numbers)) != 1:
-        raise UserError(f"the network was trained on images of {value}; only square ones are supported")
+        raise CheckpointError(f"the network was trained on images of {value}; only square ones are supported")
     return int(numbers[0])
 
 
@@ -256,7 +268,9 @@ def _by_stages(names: Mapping[str, tuple[int, list[int]]], width: int, weights: 
     for name, sizes in names.items():
         if sizes == (width, depths):
             return name
-    raise UserError(f"solo-learn has no network of this kind with width {width} and depths {depths}; pass --arch")
+    raise CheckpointError(
+        f"solo-learn has no network of this kind with width {width} and depths {depths}; is the file complete?"
+    )
 
 
 Finder = Callable[[dict[str, Tensor], "RunArgs | None", "str | None", bool], Network]

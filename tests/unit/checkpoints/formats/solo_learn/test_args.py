@@ -2,8 +2,13 @@ import json
 
 import pytest
 
-from cdc_plugin.checkpoints.formats.solo_learn.args import input_size, parse_args, run_defaults, statistics
-from cdc_plugin.checkpoints.formats.solo_learn.interpolation import resolve
+from cdc_plugin.checkpoints.formats.solo_learn.args import (
+    find_input_size,
+    find_statistics,
+    parse_args,
+    read_run_defaults,
+    resolve_references,
+)
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -56,7 +61,7 @@ def test_arguments_of_other_programs_are_not_taken_for_those_of_solo_learn(conte
 def test_nested_arguments_state_network_data_and_size():
     run = parse_args(nested())
     assert (run.method, run.network, run.dataset, run.crop_size, run.fork) == ("byol", "resnet18", "cifar10", 32, False)
-    assert input_size(run) == 32
+    assert find_input_size(run) == 32
 
 
 @pytest.mark.parametrize("mark", [{"cluster_eval": {}}, {"process_bar": {}}])
@@ -81,22 +86,22 @@ def test_fork_of_cdc_is_told_by_data_sets_that_only_it_has():
     ],
 )
 def test_statistics_of_pretraining_follow_the_data_set(dataset, mean, std):
-    assert statistics(parse_args(nested(dataset)), called_encoder=False) == (mean, std)
+    assert find_statistics(parse_args(nested(dataset)), called_encoder=False) == (mean, std)
 
 
 def test_custom_data_take_the_statistics_of_the_first_view_and_imagenets_for_what_it_leaves_out():
     views = [{"crop_size": 64, "mean": 0.1}, {"crop_size": 64, "mean": [0.9, 0.9, 0.9]}]
     run = parse_args(nested("custom", augmentations=views))
-    assert statistics(run, called_encoder=False) == ((0.1, 0.1, 0.1), IMAGENET_STD)
+    assert find_statistics(run, called_encoder=False) == ((0.1, 0.1, 0.1), IMAGENET_STD)
 
 
 def test_statistics_in_the_arguments_have_no_effect_on_known_data_sets():
     run = parse_args(nested("cifar10", augmentations=[{"crop_size": 32, "mean": [0.1, 0.1, 0.1]}]))
-    assert statistics(run, called_encoder=False)[0] == (0.4914, 0.4822, 0.4465)
+    assert find_statistics(run, called_encoder=False)[0] == (0.4914, 0.4822, 0.4465)
 
 
 def test_statistics_of_a_data_set_that_nobody_knows_stay_open():
-    assert statistics(parse_args(nested("cifar17")), called_encoder=False) is None
+    assert find_statistics(parse_args(nested("cifar17")), called_encoder=False) is None
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
@@ -104,21 +109,21 @@ def test_linear_evaluation_has_statistics_and_sizes_of_its_own(dataset):
     run = parse_args(linear(dataset))
     assert run.linear
     assert run.method == "mae"
-    assert statistics(run, called_encoder=False) == ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
-    assert input_size(run) == 32
-    assert input_size(parse_args(linear("imagenet"))) == 224
+    assert find_statistics(run, called_encoder=False) == ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
+    assert find_input_size(run) == 32
+    assert find_input_size(parse_args(linear("imagenet"))) == 224
 
 
 def test_flat_arguments_of_imagenet_mean_the_old_deviation_unless_they_show_the_new_one():
-    assert statistics(parse_args(flat("imagenet")), called_encoder=False)[1] == (0.228, 0.224, 0.225)
+    assert find_statistics(parse_args(flat("imagenet")), called_encoder=False)[1] == (0.228, 0.224, 0.225)
     newer = flat("imagenet", std=[0.229, 0.224, 0.225])
-    assert statistics(parse_args(newer), called_encoder=False)[1] == IMAGENET_STD
+    assert find_statistics(parse_args(newer), called_encoder=False)[1] == IMAGENET_STD
 
 
 def test_networks_called_encoder_saw_both_cifars_alike():
     run = parse_args(flat("cifar100"))
-    assert statistics(run, called_encoder=True) == ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
-    assert statistics(run, called_encoder=False)[1] == (0.2673, 0.2564, 0.2762)
+    assert find_statistics(run, called_encoder=True) == ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
+    assert find_statistics(run, called_encoder=False)[1] == (0.2673, 0.2564, 0.2762)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def test_networks_called_encoder_saw_both_cifars_alike():
     ],
 )
 def test_image_size_of_flat_arguments(changes, size):
-    assert input_size(parse_args(flat(**changes))) == size
+    assert find_input_size(parse_args(flat(**changes))) == size
 
 
 def test_linear_evaluations_before_1_0_6_do_not_name_their_network():
@@ -156,27 +161,45 @@ def test_references_are_followed_absolutely_relatively_and_inside_text():
         "node": "${data.views.1}",
         "beside": {"a": "${.b}", "b": 7},
     }
-    found = resolve(settings)
+    found = resolve_references(settings)
     assert found["name"] == found["again"] == "byol-cifar10-32"
     assert found["data"]["views"][1] == found["node"] == {"size": None}  # one dot too few: the list has no size
     assert found["beside"]["a"] == 7
 
 
 def test_relative_references_count_containers():
-    assert resolve({"size": 32, "views": [{"size": "${...size}"}]})["views"][0]["size"] == 32
+    assert resolve_references({"size": 32, "views": [{"size": "${...size}"}]})["views"][0]["size"] == 32
 
 
 @pytest.mark.parametrize(
     "value", ["${nowhere}", "${oc.env:HOME}", "x-${now:%Y}", "${a}", "${b.a}", "<not serializable>", "${a${b}}", "${}"]
 )
 def test_what_cannot_be_resolved_is_none(value):
-    assert resolve({"a": value, "b": {"a": "${a}"}})["a"] is None
+    assert resolve_references({"a": value, "b": {"a": "${a}"}})["a"] is None
 
 
 def test_references_that_multiply_do_not_fill_the_memory():
-    settings = {f"a{level}": f"${{a{level + 1}}}${{a{level + 1}}}" for level in range(60)} | {"a60": "x" * 100}
-    assert resolve(settings)["a0"] is None
-    assert resolve({f"a{level}": f"${{a{level + 1}}}" for level in range(100_000)}) is None
+    doubling = {f"a{level}": f"${{a{level + 1}}}${{a{level + 1}}}" for level in range(60)} | {"a60": "x" * 100}
+    assert resolve_references(doubling)["a0"] is None
+    nodes = {f"a{level}": {"x": f"${{a{level + 1}}}", "y": f"${{a{level + 1}}}"} for level in range(60)}
+    assert str(resolve_references(nodes)).count("None") < 100_000
+    assert resolve_references({f"a{level}": f"${{a{level + 1}}}" for level in range(5_000)})["a0"] is None
+
+
+def test_no_function_of_omegaconf_is_called(monkeypatch):
+    from omegaconf import OmegaConf
+
+    def fail(*_arguments):
+        pytest.fail("a function was called")
+
+    OmegaConf.register_new_resolver("hostile", fail)
+    monkeypatch.setenv("SECRET", "known")
+    functions = ["${hostile:}", "${oc.env:SECRET}", "${${b}:SECRET}", "a ${oc.decode:${c}}", r"\\${hostile:}", "${d}"]
+    settings = {"all": functions, "b": "oc.env", "c": "x", "d": "${hostile:}", "e": "${all}"}
+    try:
+        assert resolve_references(settings)["all"] == resolve_references(settings)["e"] == [None] * len(functions)
+    finally:
+        OmegaConf.clear_resolver("hostile")
 
 
 def test_run_on_a_named_data_set_implies_data_root_and_clusters(tmp_path, monkeypatch):
@@ -185,39 +208,39 @@ def test_run_on_a_named_data_set_implies_data_root_and_clusters(tmp_path, monkey
     (tmp_path / "datasets").mkdir()  # there, too, but without the data
     run = written(tmp_path / "project" / "trained_models" / "byol" / "x1", nested("cifar100"))
     expected = {"data": "cifar100", "data_root": str(tmp_path / "project" / "datasets"), "clusters": 100}
-    assert run_defaults(run) == expected
-    assert run_defaults(run / "run-ep=3.ckpt") == expected
-    assert run_defaults(run.parent) == expected  # the folder above, if it holds one run alone
+    assert read_run_defaults(run) == expected
+    assert read_run_defaults(run / "run-ep=3.ckpt") == expected
+    assert read_run_defaults(run.parent) == expected  # the folder above, if it holds one run alone
 
 
 def test_data_root_that_is_gone_is_left_out(tmp_path):
-    assert run_defaults(written(tmp_path, nested("stl10"))) == {"data": "stl10", "clusters": 10}
+    assert read_run_defaults(written(tmp_path, nested("stl10"))) == {"data": "stl10", "clusters": 10}
 
 
 def test_custom_run_implies_its_folder_and_the_classes_it_counted(tmp_path):
     args = nested("custom")
     args["data"] |= {"train_path": str(tmp_path / "images"), "num_classes": 3}
     run = written(tmp_path / "run", args)
-    assert run_defaults(run) == {"clusters": 3}
+    assert read_run_defaults(run) == {"clusters": 3}
     (tmp_path / "images").mkdir()
-    assert run_defaults(run) == {"data": str(tmp_path / "images"), "clusters": 3}
+    assert read_run_defaults(run) == {"data": str(tmp_path / "images"), "clusters": 3}
     args["data"] |= {"no_labels": True, "num_classes": 1}
-    assert run_defaults(written(tmp_path / "run", args)) == {"data": str(tmp_path / "images")}
+    assert read_run_defaults(written(tmp_path / "run", args)) == {"data": str(tmp_path / "images")}
     args["data"]["format"] = "h5"
-    assert run_defaults(written(tmp_path / "run", args)) == {}
+    assert read_run_defaults(written(tmp_path / "run", args)) == {}
 
 
 def test_own_settings_in_the_arguments_win_over_what_is_derived(tmp_path):
     own = {"clusters": "${data.num_classes}", "epochs": 3, "lr_heads": None, "augment": {"flip": False}}
     args = nested("cifar100", cdc=own | {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2], "input_size": 64})
-    fields = run_defaults(written(tmp_path, args))
+    fields = read_run_defaults(written(tmp_path, args))
     assert fields == {"data": "cifar100", "clusters": 10, "epochs": 3, "augment": {"flip": False}}
-    assert run_defaults(written(tmp_path, nested(cdc="cifar10")))["clusters"] == 10
+    assert read_run_defaults(written(tmp_path, nested(cdc="cifar10")))["clusters"] == 10
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"dataset": 1}', "\x00", "[" * 100_000])
 def test_foreign_folders_imply_nothing(tmp_path, content):
     (tmp_path / "args.json").write_text(content)
-    assert run_defaults(tmp_path) == {}
-    assert run_defaults(tmp_path / "nothing" / "here.ckpt") == {}
-    assert run_defaults("timm:resnet18") == {}
+    assert read_run_defaults(tmp_path) == {}
+    assert read_run_defaults(tmp_path / "nothing" / "here.ckpt") == {}
+    assert read_run_defaults("timm:resnet18") == {}
