@@ -1,4 +1,4 @@
-"""The table of methods as CSV, as Markdown and as text for the terminal; LaTeX is in `comparison.latex`."""
+"""Write the table of methods as CSV, Markdown, LaTeX (booktabs) and text for the terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cdc_plugin.comparison.latex import to_latex
-from cdc_plugin.comparison.table import Record, Row, outside_names, row_figures
+from cdc_plugin.comparison.table import Record, Row, collect_figures, name_outside_data
 from cdc_plugin.metrics.over_seeds import (
     FIGURES,
+    HIGHER,
+    LOWER,
     better,
     by_set,
     columns_of,
@@ -23,19 +24,33 @@ from cdc_plugin.metrics.over_seeds import (
     row_names,
     seeds_words,
 )
-from cdc_plugin.report.words import shorten, writable
-
-__all__ = ["records_csv", "to_csv", "to_latex", "to_markdown", "to_text"]
+from cdc_plugin.report.words import TITLES, shorten, writable
 
 UNDEFINED = "-"
 LONGEST = 48  # characters of a name in the terminal
 SCORES = ("AUROC", "FPR95", "AUPR")
 FIRST = (*FIGURES, "AECE", "CECE", "BRIER", "NLL")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
+MAIN = ("ACC", "ARI", "ECE")  # the columns of every set in the paper's main table
+LATEX_ARROWS = {HIGHER: r"$\uparrow$", LOWER: r"$\downarrow$"}
+LATEX_MARKS = ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")  # others, best, second best
+# A bracket or star at the start of a line would be read as an argument of the \\ before it.
+LATEX_ESCAPES = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "[": "{[}",
+    "]": "{]}",
+    "*": "{*}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """One line a row: means and deviations as fractions, times in seconds; empty where undefined."""
+    """Return one line per row: means and deviations as fractions, times in seconds; empty where undefined."""
     columns = list(dict.fromkeys(column for row in rows for column in row.values))
     head = ["set", "group", "method", "label", "uses_labels", "seeds"]
     lines: list[list[Any]] = [[*head, *(part for column in columns for part in (column, f"{column} deviation"))]]
@@ -43,69 +58,126 @@ def to_csv(rows: Sequence[Row]) -> str:
         values = [row.values.get(column) for column in columns]
         numbers = [part for value in values for part in ((value.mean, value.deviation) if value else (None, None))]
         lines.append([row.set, row.group, row.method, row.label, int(row.uses_labels), row.seeds, *numbers])
-    return _csv(lines)
+    return _join_csv(lines)
 
 
 def records_csv(records: Sequence[Record]) -> str:
-    """One line for every row of every cell, with every number it has, for statistics of one's own."""
-    shorts = outside_names(records)
+    """Return one line for every row of every cell, with every number it has, for further statistics."""
+    names = name_outside_data(records)
     head = ["set", "group", "method", "label", "uses_labels", "seed", "images", "clusters"]
-    cells = [(record, row["label"]) for record in records for row in record["rows"]]
-    found = [row_figures(record, label, shorts, SCORES) for record, label in cells]
-    present = dict.fromkeys(column for figures in found for column in figures)
-    columns = [*(column for column in FIRST if column in present), *(each for each in present if each not in FIRST)]
+    cells = [
+        ({**record, "label": row["label"]}, collect_figures(record, row["label"], names, SCORES))
+        for record in records
+        for row in record["rows"]
+    ]
+    present = dict.fromkeys(column for _, figures in cells for column in figures)
+    columns = sorted(present, key=lambda column: FIRST.index(column) if column in FIRST else len(FIRST))
     lines: list[list[Any]] = [[*head, *columns, "settings"]]
-    for (record, label), figures in zip(cells, found, strict=True):
-        known = {**record, "label": label, "uses_labels": int(record["uses_labels"])}
+    for record, figures in cells:
+        facts = {**record, "uses_labels": int(record["uses_labels"])}
         settings = json.dumps(record.get("settings") or {}, sort_keys=True, default=str)
-        lines.append([*(known[key] for key in head), *(figures.get(column) for column in columns), settings])
-    return _csv(lines)
+        lines.append([*(facts[key] for key in head), *(figures.get(column) for column in columns), settings])
+    return _join_csv(lines)
 
 
 def to_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """A table for each set; of the rows without labels the best figure is bold, the second best in italics.
+    """Return a table per set; of the rows without labels the best figure is bold, the second best in italics.
 
     Args:
         columns: those to show; None for all in which a row of the set has a value.
     """
     parts = []
-    for name, found in by_set(rows).items():
-        shown = columns_of(found) if columns is None else columns
-        heads = ["method", *(f"{_markdown(column)} {better(column)}".strip() for column in shown)]
+    for name, members in by_set(rows).items():
+        shown = columns_of(members) if columns is None else columns
+        heads = [
+            "method",
+            *(f"{_escape_markdown(TITLES.get(column, column))} {better(column)}".strip() for column in shown),
+        ]
         lines = [heads, ["---", *(["---:"] * len(shown))]]
-        places = [ranks(found, column) for column in shown]
-        for index, (row, label) in enumerate(zip(found, row_names(found), strict=True)):
+        places = [ranks(members, column) for column in shown]
+        for index, (row, label) in enumerate(zip(members, row_names(members), strict=True)):
             marks = [("", "**", "*")[place[index]] for place in places]
-            cells = [f"{mark}{_cell(row, column)}{mark}" for mark, column in zip(marks, shown, strict=True)]
-            lines.append([_markdown(label) + (r" \*" if row.uses_labels else ""), *cells])
+            cells = [f"{mark}{_format_cell(row, column)}{mark}" for mark, column in zip(marks, shown, strict=True)]
+            lines.append([_escape_markdown(label) + (r" \*" if row.uses_labels else ""), *cells])
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        notes = "\n".join(f"{note[0].upper()}{note[1:]}.  " for note in _notes(found, shown, r"\*"))
-        parts.append(f"**{_markdown(name)}**\n\n{table}\n\n{notes.rstrip()}\n")
+        notes = "\n".join(f"{note}  " for note in _explain(members, shown, r"\*"))
+        parts.append(f"**{_escape_markdown(name)}**\n\n{table}\n\n{notes.rstrip()}\n")
     return writable("\n".join(parts))
 
 
+def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return one ``table`` for all rows, with sets side by side as in the paper's main table.
+
+    Args:
+        columns: those of every set. None: for one set all in which a row has a value; for several ACC, ARI and ECE.
+    """
+    sets = by_set(rows)
+    if not sets:
+        return ""
+    shown = {
+        name: list(columns) if columns is not None else _choose_latex_columns(members, len(sets))
+        for name, members in sets.items()
+    }
+    cells = {name: _format_latex_cells(members, shown[name]) for name, members in sets.items()}
+    first = {(row.method, row.label): row for row in reversed(rows)}
+    names = {
+        (row.method, row.label): name
+        for members in sets.values()
+        for row, name in zip(members, row_names(members), strict=True)
+    }
+    lines, group = [], rows[0].group
+    for key in dict.fromkeys((row.method, row.label) for row in rows):
+        if first[key].group != group:
+            lines.append(r"\midrule")
+            group = first[key].group
+        figures = [cell for name in sets for cell in cells[name].get(key, [UNDEFINED] * len(shown[name]))]
+        star = "$^*$" if first[key].uses_labels else ""
+        lines.append(_join_latex([_escape_latex(names[key]) + star, *figures]))
+    notes = _explain(rows, {column for members in shown.values() for column in members}, "$^*$")
+    title = f"{_escape_latex(rows[0].set)}. " if len(sets) == 1 else ""
+    best = r"Best figures are \textbf{bold}, second best \underline{underlined}."
+    text = [
+        r"% \usepackage{booktabs}",
+        r"\begin{table}[t]",
+        r"\centering\small",
+        rf"\caption{{{title}{' '.join(notes)} In \%. {best}}}",
+        r"\label{tab:comparison}",
+        rf"\begin{{tabular}}{{l{'c' * sum(map(len, shown.values()))}}}",
+        r"\toprule",
+        *_head_latex(shown),
+        r"\midrule",
+        *lines,
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return writable("\n".join(text) + "\n")
+
+
 def to_text(rows: Sequence[Row], columns: Sequence[str] | None = None, width: int | None = None) -> str:
-    """A table for each set, for the terminal.
+    """Return a table per set, for the terminal.
 
     Args:
         columns: those to show; None for all in which a row of the set has a value.
-        width: of the terminal; columns that find no room follow in a second block below. None: as wide as need be.
+        width: of the terminal; columns that do not fit follow in a second block below. None: unlimited.
     """
     parts = []
-    for name, found in by_set(rows).items():
-        shown = columns_of(found) if columns is None else columns
+    for name, members in by_set(rows).items():
+        shown = columns_of(members) if columns is None else columns
         labels = [
-            shorten(_flat(label), LONGEST) + ("*" if row.uses_labels else "")
-            for row, label in zip(found, row_names(found), strict=True)
+            shorten(_flatten(label), LONGEST) + ("*" if row.uses_labels else "")
+            for row, label in zip(members, row_names(members), strict=True)
         ]
-        first = [f"{shorten(_flat(name), LONGEST)}, in %", *labels]
-        others = [[_flat(column), *(_cell(row, column) for row in found)] for column in shown]
-        parts.append("\n\n".join([*_blocks(first, others, width), "\n".join(_notes(found, shown, "*"))]))
+        first = [f"{shorten(_flatten(name), LONGEST)}, in %", *labels]
+        others = [
+            [_flatten(TITLES.get(column, column)), *(_format_cell(row, column) for row in members)] for column in shown
+        ]
+        parts.append("\n\n".join([*_align(first, others, width), "\n".join(_explain(members, shown, "*"))]))
     return writable("\n\n".join(parts))
 
 
-def _blocks(first: list[str], others: list[list[str]], width: int | None) -> Iterable[str]:
-    """Aligned columns, as many beside the first one as there is room for."""
+def _align(first: list[str], others: list[list[str]], width: int | None) -> Iterable[str]:
+    """Yield blocks of aligned columns, as many beside the first one as fit."""
     left = max(len(cell) for cell in first) + 2
     blocks: list[list[list[str]]] = [[]]
     used = left
@@ -121,38 +193,77 @@ def _blocks(first: list[str], others: list[list[str]], width: int | None) -> Ite
         yield "\n".join("".join(cells).rstrip() for cells in lines)
 
 
-def _cell(row: Row, column: str) -> str:
+def _format_cell(row: Row, column: str, mean: str = "{}", deviation: str = " ± {}") -> str:
     value = row.values.get(column)
-    deviation = deviation_words(column, value)
-    return (
-        (mean_words(column, value) or UNDEFINED) + (f" ± {deviation}" if deviation else "") + partial_words(row, column)
-    )
+    if value is None:
+        return UNDEFINED
+    spread = deviation_words(column, value)
+    words = mean.format(mean_words(column, value)) + (deviation.format(spread) if spread else "")
+    return words + partial_words(row, column)
 
 
-def _notes(rows: Sequence[Row], columns: Sequence[str], star: str) -> list[str]:
-    """What the reader must know to read the table."""
-    over = f"mean and standard deviation over {seeds_words(rows)}"
-    notes = [over if max(row.seeds for row in rows) > 1 else "one seed: no deviation is known"]
+def _explain(rows: Sequence[Row], columns: Iterable[str], star: str) -> list[str]:
+    """Return the sentences that a reader needs to read the table."""
+    several = max(row.seeds for row in rows) > 1
+    notes = [f"Mean and standard deviation over {seeds_words(rows)}." if several else "One seed: no deviation."]
     if any(row.uses_labels for row in rows):
-        notes.append(f"{star} uses labels: for reference only")
+        notes.append(f"{star} uses labels: for reference only, not ranked.")
     if any(partial_words(row, column) for row in rows for column in columns):
-        notes.append("(n): undefined in some seeds, mean over the n others")
+        notes.append("(n): undefined for some seeds, mean over the n others.")
     return notes
 
 
-def _csv(lines: Iterable[Sequence[Any]]) -> str:
+def _choose_latex_columns(rows: Sequence[Row], sets: int) -> list[str]:
+    """Return all columns for one set; for several the main ones, or the confidence if nothing can be measured."""
+    present = columns_of(rows)
+    return present if sets == 1 else [column for column in MAIN if column in present] or ["CONF"]
+
+
+def _format_latex_cells(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    places = [ranks(rows, column) for column in columns]
+    return {
+        (row.method, row.label): [
+            _format_cell(row, column, LATEX_MARKS[place[index]], r"{{\tiny$\pm${}}}")
+            for column, place in zip(columns, places, strict=True)
+        ]
+        for index, row in enumerate(rows)
+    }
+
+
+def _head_latex(shown: dict[str, list[str]]) -> list[str]:
+    names = [
+        _escape_latex(TITLES.get(column, column)) + LATEX_ARROWS.get(better(column), "")
+        for columns in shown.values()
+        for column in columns
+    ]
+    if len(shown) == 1:
+        return [_join_latex(["method", *names])]
+    spans, rules, start = ["method"], "", 2
+    for name, columns in shown.items():
+        spans.append(rf"\multicolumn{{{len(columns)}}}{{c}}{{{_escape_latex(name)}}}")
+        rules += rf"\cmidrule(lr){{{start}-{start + len(columns) - 1}}}"
+        start += len(columns)
+    return [_join_latex(spans), rules, _join_latex(["", *names])]
+
+
+def _join_latex(cells: Iterable[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _join_csv(lines: Iterable[Sequence[Any]]) -> str:
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows([_rounded(cell) for cell in line] for line in lines)
+    rounded = ([round(cell, 6) if isinstance(cell, float) else cell for cell in line] for line in lines)
+    csv.writer(buffer, lineterminator="\n").writerows(rounded)
     return writable(buffer.getvalue())
 
 
-def _rounded(cell: Any) -> Any:
-    return round(cell, 6) if isinstance(cell, float) else cell
-
-
-def _flat(words: str) -> str:
+def _flatten(words: str) -> str:
     return " ".join(words.split())
 
 
-def _markdown(words: str) -> str:
-    return MARKDOWN.sub(r"\\\1", _flat(words))
+def _escape_markdown(words: str) -> str:
+    return MARKDOWN.sub(r"\\\1", _flatten(words))
+
+
+def _escape_latex(words: str) -> str:
+    return "".join(LATEX_ESCAPES.get(sign, sign) for sign in _flatten(words))

@@ -14,13 +14,12 @@ from torch import nn
 
 from cdc_plugin.comparison.cell import Cell, read_record
 from cdc_plugin.comparison.datasets import SetOfImages
-from cdc_plugin.comparison.export import records_csv, to_csv, to_markdown
+from cdc_plugin.comparison.export import records_csv, to_csv, to_latex, to_markdown
 from cdc_plugin.comparison.grid import Grid, run_grid, with_first_stages
-from cdc_plugin.comparison.latex import to_latex
 from cdc_plugin.comparison.methods import Method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds
 from cdc_plugin.comparison.table import Row, collect
-from cdc_plugin.comparison.verdict import verdict
+from cdc_plugin.comparison.verdict import judge_rows
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, comparison_record
@@ -118,7 +117,7 @@ def write_results(
     """Tables and page of all cells that are finished."""
     records = [record for cell in grid.cells() if (record := read_record(cell)) is not None]
     rows = collect(records, [method.name for method in grid.methods])
-    verdicts = verdict(rows)
+    verdicts = judge_rows(rows)
     shown = list(columns) or None
     text = {
         "table.csv": to_csv(rows),

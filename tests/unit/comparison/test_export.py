@@ -24,8 +24,8 @@ def row(label: str, accuracy: float, ece: float | None, deviation: float | None 
         "CONF": Value(0.9, deviation, seeds),
         "seconds": Value(41.4, None if deviation is None else 2.0, seeds),
     }
-    given = {"set": "digits", "group": "opponents", "method": label.lower(), "uses_labels": False, **more}
-    return Row(label=label, seeds=seeds, values=values, **given)  # type: ignore[arg-type]
+    facts = {"set": "digits", "group": "opponents", "method": label.lower(), "uses_labels": False, **more}
+    return Row(label=label, seeds=seeds, values=values, **facts)  # type: ignore[arg-type]
 
 
 ROWS = [
@@ -56,22 +56,19 @@ def test_csv_holds_fractions_with_the_deviation_beside_each_mean():
 
 def test_the_csv_of_records_has_a_line_for_every_head_of_every_seed_with_all_numbers():
     figures = {"ACC": 0.9, "NLL": 1.5, "AUROC": None, "cluster_sizes": [3, 1, 0], "bins": {"count": [1]}}
-    shared = {"version": 1, "set": "s", "method": "cdc", "group": "CDC", "uses_labels": False, "labels": True}
+    facts = {
+        "set": "s",
+        "method": "cdc",
+        "group": "CDC",
+        "uses_labels": False,
+        "labels": True,
+        "images": 4,
+        "clusters": 3,
+    }
     scores = {"A": {"AUROC": 0.7, "FPR95": 0.2, "AUPR": 0.6}}
-    cells = [
-        {
-            **shared,
-            "seed": seed,
-            "settings": {"epochs": 3},
-            "images": 4,
-            "clusters": 3,
-            "rows": [{"label": label, "figures": figures} for label in "AB"],
-            "selected": 0.5,
-            "seconds": 2.0,
-            "outside": [{"data": "x.npz", "images": 9, "scores": scores}],
-        }
-        for seed in (0, 1)
-    ]
+    more = {"settings": {"epochs": 3}, "outside": [{"data": "x.npz", "images": 9, "scores": scores}]}
+    rows = [{"label": label, "figures": figures} for label in "AB"]
+    cells = [{**facts, **more, "seed": seed, "rows": rows} for seed in (0, 1)]
     lines = read(records_csv(cells))
     assert [(line["label"], line["seed"]) for line in lines] == [("A", "0"), ("B", "0"), ("A", "1"), ("B", "1")]
     first = lines[0]
@@ -104,7 +101,7 @@ def test_text_keeps_to_the_width_by_a_second_block():
 def test_one_seed_has_no_plus_minus_and_a_note():
     text = to_text([row("a", 0.9, 0.1, None)])
     assert "±" not in text
-    assert "one seed" in text
+    assert "One seed" in text
 
 
 def test_columns_that_no_row_has_are_left_out_and_chosen_ones_are_kept_in_order():
@@ -113,16 +110,9 @@ def test_columns_that_no_row_has_are_left_out_and_chosen_ones_are_kept_in_order(
 
 
 def test_a_figure_that_is_undefined_in_some_seeds_says_over_how_many_it_is_the_mean():
+    facts = {"set": "s", "method": "m", "group": "g", "uses_labels": False, "labels": True}
     cells = [
-        {
-            "set": "s",
-            "method": "m",
-            "group": "g",
-            "uses_labels": False,
-            "seed": seed,
-            "labels": True,
-            "rows": [{"label": "m", "figures": {"ACC": 0.9, "AUROC": auroc}}],
-        }
+        {**facts, "seed": seed, "rows": [{"label": "m", "figures": {"ACC": 0.9, "AUROC": auroc}}]}
         for seed, auroc in enumerate((None, 0.8, 0.8))
     ]
     rows = collect(cells, ["m"])
