@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass, replace
 
 from cdc_plugin.config.load import load_config
-from cdc_plugin.core.calibration import check_calibration
+from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.errors import UserError
 

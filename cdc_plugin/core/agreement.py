@@ -1,4 +1,4 @@
-"""How far two ways of sorting the same images agree, without labels: cluster numbers mean nothing by themselves."""
+"""Label-free measures of an assignment to clusters: agreement with another one, neighbours, separation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from cdc_plugin.errors import DataError
 
 
 def agreement(first: Tensor, second: Tensor, clusters: int) -> float:
-    """Share of images in corresponding clusters of two assignments (N,), under the matching that is best for it."""
+    """Return the share of images in corresponding clusters of two assignments (N,), under the best matching.
+
+    >>> agreement(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 1]), clusters=2)
+    0.75
+    """
     from scipy.optimize import linear_sum_assignment  # half a second of import
 
     counts = torch.bincount(first * clusters + second, minlength=clusters**2).reshape(clusters, clusters).cpu()
@@ -19,15 +23,35 @@ def agreement(first: Tensor, second: Tensor, clusters: int) -> float:
 
 
 def neighbour_consistency(features: Tensor, assignment: Tensor, neighbours: int = 10) -> float:
-    """Mean share of the nearest neighbours (cosine, features (N, D)) that are in the image's own cluster (N,)."""
+    """Return the mean share of the nearest neighbours (cosine, features (N, D)) in the image's own cluster (N,)."""
     if len(features) < 2:
         return 1.0
     nearest = nearest_neighbours(features, neighbours)
     return (assignment[nearest] == assignment[:, None]).float().mean(dim=1).mean().item()
 
 
+def nearest_neighbours(features: Tensor, count: int) -> Tensor:
+    """Return rows (N, k) of the k = min(count, N - 1) nearest by cosine, nearest first and without the row itself.
+
+    >>> nearest_neighbours(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]]), 1).tolist()
+    [[1], [0], [1]]
+
+    Args:
+        features: (N, D), of any length.
+    """
+    if len(features) < 2:
+        raise DataError(f"neighbours need at least 2 images; found {len(features)}: add images")
+    unit = F.normalize(features, dim=1)
+    nearest = []
+    for rows in torch.arange(len(unit), device=unit.device).split(1024):
+        similarity = unit[rows] @ unit.T
+        similarity[torch.arange(len(rows), device=unit.device), rows] = -2.0  # below every cosine
+        nearest.append(similarity.topk(min(count, len(unit) - 1), dim=1).indices)
+    return torch.cat(nearest)
+
+
 def separation(features: Tensor, halves: Tensor) -> float:
-    """Distance of the means of two groups over the sum of their spreads, along the line between the means.
+    """Return the distance of the means of two groups over the sum of their spreads, along the line of the means.
 
     A round group cut in two through its middle has 1.3, two groups that do not touch have 3 and more.
 
@@ -41,20 +65,3 @@ def separation(features: Tensor, halves: Tensor) -> float:
     line = F.normalize(first.mean(dim=0) - second.mean(dim=0), dim=0)
     one, two = first @ line, second @ line
     return ((one.mean() - two.mean()).abs() / (one.std() + two.std()).clamp_min(1e-9)).item()
-
-
-def nearest_neighbours(features: Tensor, count: int) -> Tensor:
-    """Rows (N, k) of the k = min(count, N - 1) nearest by cosine, nearest first; none is its own neighbour.
-
-    Args:
-        features: (N, D), of any length.
-    """
-    if len(features) < 2:
-        raise DataError(f"neighbours are looked for among at least 2 images; found {len(features)}: add images")
-    unit = F.normalize(features, dim=1)
-    nearest = []
-    for rows in torch.arange(len(unit), device=unit.device).split(1024):
-        likeness = unit[rows] @ unit.T
-        likeness[torch.arange(len(rows), device=unit.device), rows] = -2.0  # below every cosine
-        nearest.append(likeness.topk(min(count, len(unit) - 1), dim=1).indices)
-    return torch.cat(nearest)

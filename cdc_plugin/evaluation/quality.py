@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cdc_plugin.core.agreement import agreement, neighbour_consistency, separation
 from cdc_plugin.core.kmeans import kmeans
-from cdc_plugin.core.selection.confident import select_confident
+from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import ViewSettings, plain_view, view_settings, weak_view
 from cdc_plugin.models.clusterer import Clusterer

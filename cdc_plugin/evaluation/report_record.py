@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdc_plugin.checkpoints.load import Loaded
-from cdc_plugin.core.selection.confident import select_confident
+from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row

@@ -16,7 +16,7 @@ from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.checkpoints.load import load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
-from cdc_plugin.core.calibration import check_calibration
+from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.errors import UserError

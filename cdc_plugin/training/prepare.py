@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cdc_plugin.checkpoints.infer.resolve import resolve_input
 from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig, resolve
-from cdc_plugin.core.calibration import calibrations
+from cdc_plugin.core.losses import calibrations
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.data.images import ImageSet, Progress
 from cdc_plugin.data.row_file import RowFile

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.core.calibration import calibrations, hard_targets
-from cdc_plugin.core.losses import calibration_loss, pseudo_label_loss
+from cdc_plugin.core.losses import calibration_loss, calibrations, pseudo_label_loss
 from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
 from cdc_plugin.core.selection import make_selector
-from cdc_plugin.core.selection.confident import Selection, SelectionInput
-from cdc_plugin.core.targets import find_mini_clusters, mini_cluster_count, mini_cluster_targets
+from cdc_plugin.core.selection.base import Selection, SelectionInput
+from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
 from cdc_plugin.training.device import autocast, rate_factor
 from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.exact import sum_gradients

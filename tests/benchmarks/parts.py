@@ -12,7 +12,7 @@ from measure import Found, Limit, Setting, cpu_seconds, slope
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import fit_prototype_head
 from cdc_plugin.core.random_streams import generator
-from cdc_plugin.core.selection.confident import select_confident
+from cdc_plugin.core.selection import select_confident
 from cdc_plugin.core.targets import find_mini_clusters, mini_cluster_targets
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view, view_settings

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
+from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.refiner import Refiner, Views
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.losses import calibration_loss, negative_entropy, soft_target_loss
 from cdc_plugin.core.prototypes import fit_prototype_head, orthogonalize, standardize_rows
-from cdc_plugin.core.selection.confident import select_confident
+from cdc_plugin.core.selection import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets
 from tests.helpers import SHARED
 

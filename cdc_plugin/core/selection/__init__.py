@@ -1,13 +1,83 @@
-"""Ways to select the pseudo-labels that are trusted, by name: CDC's own (Sec. 3.2) and those it is compared with."""
+"""Which pseudo-labels are trusted: CDC's confidence-aware selection (Sec. 3.2, Eq. 4), and all selections by name."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from cdc_plugin.core.registry import Registry
 from cdc_plugin.core.selection.addons import AddOn, Extended, gradient_synchronisation, prototype_proximity
-from cdc_plugin.core.selection.confident import Confident, ConfidentColumn, Selector
+from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 from cdc_plugin.core.selection.thresholds import Fixed, FlexMatch, FreeMatch
+from cdc_plugin.errors import ConfigError, option
+
+
+def select_confident(probs: Tensor) -> Selection:
+    """Trust the top M(c) samples of every cluster c, where M(c) is their summed confidence (Sec. 3.2, Eq. 4).
+
+    TOP(c) holds the B // C samples with the largest probability of c. "Confidence" is read as the largest
+    probability of a sample, as in the released code, whose mean times B // C is the sum taken here. The
+    label of a trusted sample is its own most probable cluster, even where another cluster's list holds it.
+
+    >>> sure, unsure = [[0.99, 0.01]] * 4, [[0.4, 0.6]] * 4
+    >>> select_confident(torch.tensor(sure + unsure)).quota  # floor(4 * .99), floor(4 * .6)
+    tensor([3, 2])
+
+    Args:
+        probs: (B, C) calibrated probabilities of the weak views.
+    """
+    confidence, labels = probs.max(dim=1)
+    top = _top_samples(probs)
+    return _trust(labels, top, confidence[top].sum(dim=0))
+
+
+def select_confident_column(probs: Tensor) -> Selection:
+    """Trust as `select_confident`, with M(c) the summed probability *of cluster c*: the stricter reading of Eq. 4.
+
+    The readings differ where a cluster's list holds samples of other clusters, that is, where the cluster is
+    smaller than B // C: this one then trusts fewer of them.
+    """
+    labels = probs.argmax(dim=1)
+    top = _top_samples(probs)
+    return _trust(labels, top, probs.gather(0, top).sum(dim=0))
+
+
+def _top_samples(probs: Tensor) -> Tensor:
+    """Return TOP(c): (B // C, C), best sample first and of equal ones the first, so that devices agree on ties."""
+    batch, clusters = probs.shape
+    if batch < clusters:
+        raise ConfigError(
+            f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
+            f"pass batch_size={2 * clusters} or more (and at least as many images), or {option('clusters', batch)}"
+        )
+    best = probs.topk(batch // clusters, dim=0)
+    if ((probs >= best.values[-1]).sum(dim=0) == len(best.values)).all():  # no tie for the last place
+        rows = best.indices.sort(dim=0).values
+        return rows.gather(0, probs.gather(0, rows).sort(dim=0, descending=True, stable=True).indices)
+    return probs.sort(dim=0, descending=True, stable=True).indices[: batch // clusters]
+
+
+def _trust(labels: Tensor, top: Tensor, mass: Tensor) -> Selection:
+    quota = mass.floor().long()
+    rank = torch.arange(len(top), device=top.device).unsqueeze(1)
+    mask = torch.zeros_like(labels, dtype=torch.bool)
+    mask[top[rank < quota]] = True
+    return Selection(labels, mask, quota)
+
+
+class Confident(Selector):
+    """`select_confident`: the selection of CDC."""
+
+    def __call__(self, batch: SelectionInput) -> Selection:
+        return select_confident(batch.probs)
+
+
+class ConfidentColumn(Selector):
+    """`select_confident_column`: the stricter reading of Eq. 4."""
+
+    def __call__(self, batch: SelectionInput) -> Selection:
+        return select_confident_column(batch.probs)
+
 
 selections: Registry[type[Selector]] = Registry(
     "selection",
@@ -28,16 +98,19 @@ def check_selection(name: str) -> None:
 
 
 def make_selector(
-    name: str, images: int, clusters: int, threshold: float, momentum: float, device: torch.device
+    name: str, image_count: int, clusters: int, threshold: float, momentum: float, device: torch.device
 ) -> Selector:
     """Build the selection of this name, which may be followed by add-ons: ``confident+gsf``, ``freematch+gsf+ppf``.
 
     An add-on alone is added to CDC's selection: ``gsf`` is ``confident+gsf``. The other arguments are those of
     `Selector`.
+
+    >>> type(make_selector("flexmatch", 100, 10, 0.95, 0.999, torch.device("cpu"))).__name__
+    'FlexMatch'
     """
     kind, added = _look_up(name)
-    selector = kind(images, clusters, threshold, momentum, device)
-    return Extended(selector, added, device) if added else selector
+    selector = kind(image_count, clusters, threshold, momentum, device)
+    return Extended(selector, added) if added else selector
 
 
 def _look_up(name: str) -> tuple[type[Selector], list[AddOn]]:

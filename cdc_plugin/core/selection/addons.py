@@ -1,7 +1,7 @@
 """Add-ons that admit moderately confident samples to a selection (Tang & Jia, CVPR 2022).
 
-CDC tries them in its appendix ("Moderately Confident Samples"). There they are fitted to FixMatch; here the trusted
-samples of the batch stand for the labelled and highly confident ones, and there are no averages over batches.
+CDC tries them in its appendix ("Moderately Confident Samples"). Their authors fit them to FixMatch; here the trusted
+samples of the batch replace the labelled and highly confident ones, and there are no averages over batches.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
+from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 
 AddOn = Callable[[Selection, SelectionInput], Selection]
 
-# The authors' settings for CIFAR-10. They ask for 0.95 of (1 + cosine) / 2, which is a cosine of 0.9.
+# The authors' settings for CIFAR-10. They require 0.95 of (1 + cosine) / 2, which is a cosine of 0.9.
 MODERATE = 0.75
 SYNCHRONOUS = 0.9
 
 
-def prototype_proximity(selection: Selection, seen: SelectionInput) -> Selection:
-    """Prototype proximity filter: admit what is as near to its cluster's prototype as the farthest trusted sample.
+def prototype_proximity(selection: Selection, batch: SelectionInput) -> Selection:
+    """Admit what is as near to its cluster's prototype as the farthest trusted sample (prototype proximity filter).
 
-    The authors compare distances, with the farthest sample of all classes, among them labelled ones. Here
-    cosines are compared, and within the cluster: without labels a single stray sample would admit everything.
+    The authors compare distances with the farthest sample of all classes, labelled ones included. Here cosines
+    are compared within the cluster: without labels a single stray sample would admit everything.
     """
-    similarity = prototype_similarity(selection, seen.features)
+    similarity = prototype_similarity(selection, batch.features)
     labels, trusted = selection.labels, selection.mask
     farthest = similarity.new_full((len(selection.quota),), torch.inf)
     farthest = farthest.scatter_reduce(0, labels[trusted], similarity[trusted], "amin")
-    return _admit_moderate(selection, seen, (similarity > 0) & (similarity >= farthest[labels]))
+    return _admit_moderate(selection, batch, (similarity > 0) & (similarity >= farthest[labels]))
 
 
-def gradient_synchronisation(selection: Selection, seen: SelectionInput) -> Selection:
-    """Gradient synchronisation filter: admit what pulls the last layer the way its cluster's trusted samples do.
+def gradient_synchronisation(selection: Selection, batch: SelectionInput) -> Selection:
+    """Admit what pulls the last layer as its cluster's trusted samples do (gradient synchronisation filter).
 
     The authors compare gradients of the features, for which the weights of the last layer would be needed. The
-    gradients of these weights, compared here, are alike only where the inputs of the layer are alike, too.
+    gradients of these weights, compared here, are alike only where the inputs of the layer are alike as well.
     """
-    return _admit_moderate(selection, seen, gradient_similarity(selection, seen.probs, seen.hidden) >= SYNCHRONOUS)
+    return _admit_moderate(selection, batch, gradient_similarity(selection, batch.probs, batch.hidden) >= SYNCHRONOUS)
 
 
 def prototype_similarity(selection: Selection, features: Tensor) -> Tensor:
-    """(B,) cosine between features and the mean unit feature of the trusted samples with the same label.
+    """Return the cosine (B,) between features and the mean unit feature of the trusted samples with the same label.
 
     It is 0 where there are none.
     """
@@ -54,7 +54,7 @@ def prototype_similarity(selection: Selection, features: Tensor) -> Tensor:
 
 
 def gradient_similarity(selection: Selection, probs: Tensor, hidden: Tensor) -> Tensor:
-    """(B,) cosine between a sample's gradient and the mean unit gradient of the trusted samples with its label.
+    """Return the cosine (B,) between a sample's gradient and the mean unit gradient of its label's trusted samples.
 
     The gradient of the cross-entropy for the last layer's weights is the outer product of p - onehot(label) and
     the layer's input h. Inner products of such matrices are products of inner products, so that (B, C, H) numbers
@@ -75,34 +75,33 @@ def gradient_similarity(selection: Selection, probs: Tensor, hidden: Tensor) -> 
 
 
 class Extended(Selector):
-    """A selection and what add-ons admit; each is shown what the selection trusts, so their order is of no matter."""
+    """A selection and what add-ons admit; each add-on gets what the base trusts, so their order does not matter."""
 
-    def __init__(self, base: Selector, added: Sequence[AddOn], device: torch.device) -> None:
-        super().__init__(base.images, base.clusters, base.threshold, base.momentum, device)
+    def __init__(self, base: Selector, added: Sequence[AddOn]) -> None:
+        super().__init__(base.image_count, base.clusters, base.threshold, base.momentum, base.device, base.state)
         self.base, self.added = base, added
-        self.state = base.state
 
-    def __call__(self, seen: SelectionInput) -> Selection:
-        selection = self.base(seen)
-        return _with(selection, torch.stack([add(selection, seen).mask for add in self.added]).any(dim=0))
-
-
-def _admit_moderate(selection: Selection, seen: SelectionInput, alike: Tensor) -> Selection:
-    return _with(selection, alike & (seen.probs.max(dim=1).values > MODERATE))
+    def __call__(self, batch: SelectionInput) -> Selection:
+        selection = self.base(batch)
+        return _add(selection, torch.stack([add(selection, batch).mask for add in self.added]).any(dim=0))
 
 
-def _with(selection: Selection, more: Tensor) -> Selection:
+def _admit_moderate(selection: Selection, batch: SelectionInput, alike: Tensor) -> Selection:
+    return _add(selection, alike & (batch.probs.max(dim=1).values > MODERATE))
+
+
+def _add(selection: Selection, more: Tensor) -> Selection:
     admitted = torch.bincount(selection.labels[more & ~selection.mask], minlength=len(selection.quota))
     return Selection(selection.labels, selection.mask | more, selection.quota + admitted)
 
 
 def _membership(selection: Selection, like: Tensor) -> Tensor:
-    """(B, C), 1 where a trusted sample has the label, else 0."""
+    """Return (B, C): 1 where a trusted sample has the label, else 0."""
     return F.one_hot(selection.labels, len(selection.quota)).to(like) * selection.mask.unsqueeze(1)
 
 
 def _residual_directions(probs: Tensor, labels: Tensor) -> Tensor:
-    """(B, C) p - onehot(label) by its length in the label: exact, too, where p is 1 but for rounding."""
+    """Return (B, C): p - onehot(label), scaled to -1 at the label; exact also where p rounds to 1."""
     others = probs.scatter(1, labels.unsqueeze(1), 0.0)
     shares = others / others.sum(dim=1, keepdim=True).clamp(min=torch.finfo(probs.dtype).tiny)
     return shares.scatter(1, labels.unsqueeze(1), -1.0)

@@ -1,4 +1,4 @@
-"""Selections by a confidence to be reached: fixed, by curriculum (FlexMatch), self-adaptive (FreeMatch).
+"""Selections by a required confidence: fixed, by curriculum (FlexMatch), self-adaptive (FreeMatch).
 
 CDC is compared with the last two in its appendix ("Dynamic Thresholding in SSL"): only its selection is replaced,
 so FreeMatch's fairness loss is left out.
@@ -6,32 +6,37 @@ so FreeMatch's fairness loss is left out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
+from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 
 
 def select_above(probs: Tensor, thresholds: Tensor | float) -> Selection:
-    """Trust the samples whose largest probability reaches the threshold; none may be trusted, or all.
+    """Trust the samples whose largest probability reaches the threshold; these may be none or all.
+
+    >>> select_above(torch.tensor([[0.8, 0.2], [0.4, 0.6]]), 0.7).mask
+    tensor([ True, False])
 
     Args:
         probs: (B, C).
         thresholds: one for all, or (C,) one for each cluster.
     """
     confidence, labels = probs.max(dim=1)
-    asked = torch.as_tensor(thresholds, dtype=probs.dtype, device=probs.device).expand(probs.shape[1])
-    mask = confidence >= asked[labels]
+    required = torch.as_tensor(thresholds, dtype=probs.dtype, device=probs.device).expand(probs.shape[1])
+    mask = confidence >= required[labels]
     return Selection(labels, mask, torch.bincount(labels[mask], minlength=probs.shape[1]))
 
 
 def curriculum_thresholds(learned: Tensor, clusters: int, threshold: float) -> Tensor:
-    """(C,) thresholds τ · M(β(c)) of FlexMatch (Zhang et al. 2021): low for clusters that are little learnt.
+    """Return (C,) thresholds τ · M(β(c)) of FlexMatch (Zhang et al. 2021): low for clusters that are little learnt.
 
-    σ(c) images were last confident of cluster c; β(c) = σ(c) / max(max σ, images without a label), which is the
-    form with the warm-up, and M(x) = x / (2 - x). Before any image was confident everything is trusted, and
-    little is asked for until as many images are confident of one cluster as of none: with calibrated
-    probabilities that can be never.
+    σ(c) images were last confident of cluster c; β(c) = σ(c) / max(max σ, images without a label), the form
+    with the warm-up, and M(x) = x / (2 - x). Before any image was confident everything is trusted, and little is
+    required until as many images are confident of one cluster as of none: with calibrated probabilities this
+    may never happen.
 
     Args:
         learned: (N,) from `remember`.
@@ -43,11 +48,11 @@ def curriculum_thresholds(learned: Tensor, clusters: int, threshold: float) -> T
 
 
 def remember(learned: Tensor, rows: Tensor, probs: Tensor, threshold: float) -> Tensor:
-    """(N,) the last label that each image had with a confidence of τ or more, -1 before: FlexMatch's memory.
+    """Return (N,) the last label that each image had with a confidence of τ or more, -1 before: FlexMatch's memory.
 
     Args:
-        learned: (N,) the memory up to now, which is left as it is.
-        rows: (B,) numbers of the images in the whole set.
+        learned: (N,) the memory up to now, which is not changed.
+        rows: (B,) numbers of the images in the data set.
         probs: (B, C).
         threshold: τ.
     """
@@ -56,15 +61,16 @@ def remember(learned: Tensor, rows: Tensor, probs: Tensor, threshold: float) -> 
 
 
 def moving_average(past: Tensor, present: Tensor, momentum: float) -> Tensor:
+    """Return momentum · past + (1 - momentum) · present."""
     return momentum * past + (1 - momentum) * present
 
 
 def adaptive_thresholds(level: Tensor, shares: Tensor) -> Tensor:
-    """(C,) thresholds τ(c) = p(c) / max p · τ of FreeMatch (Wang et al. 2023).
+    """Return (C,) thresholds τ(c) = p(c) / max p · τ of FreeMatch (Wang et al. 2023).
 
     Args:
-        level: () τ, moving average of the batches' mean confidence, from 1 / C on.
-        shares: (C,) p, moving average of the batches' mean probabilities, from 1 / C on.
+        level: () τ, moving average of the batches' mean confidence, which starts at 1 / C.
+        shares: (C,) p, moving average of the batches' mean probabilities, which starts at 1 / C.
     """
     return shares / shares.max() * level
 
@@ -72,40 +78,40 @@ def adaptive_thresholds(level: Tensor, shares: Tensor) -> Tensor:
 class Fixed(Selector):
     """`select_above` one threshold for all clusters and all times, as FixMatch and SCAN's self-labelling do."""
 
-    def __call__(self, seen: SelectionInput) -> Selection:
-        return select_above(seen.probs, self.threshold)
+    def __call__(self, batch: SelectionInput) -> Selection:
+        return select_above(batch.probs, self.threshold)
 
 
+@dataclass(eq=False)
 class FlexMatch(Selector):
     """`select_above` thresholds that follow how many images each cluster has won.
 
     As in the paper's algorithm the thresholds of a batch come from the batches before it.
     """
 
-    def __init__(self, images: int, clusters: int, threshold: float, momentum: float, device: torch.device) -> None:
-        super().__init__(images, clusters, threshold, momentum, device)
-        self.state["learned"] = torch.full((images,), -1, dtype=torch.int64, device=device)
+    def __post_init__(self) -> None:
+        self.state["learned"] = torch.full((self.image_count,), -1, dtype=torch.int64, device=self.device)
 
-    def __call__(self, seen: SelectionInput) -> Selection:
+    def __call__(self, batch: SelectionInput) -> Selection:
         learned = self.state["learned"]
-        selection = select_above(seen.probs, curriculum_thresholds(learned, self.clusters, self.threshold))
-        self.state["learned"] = remember(learned, seen.rows, seen.probs, self.threshold)
+        selection = select_above(batch.probs, curriculum_thresholds(learned, self.clusters, self.threshold))
+        self.state["learned"] = remember(learned, batch.rows, batch.probs, self.threshold)
         return selection
 
 
+@dataclass(eq=False)
 class FreeMatch(Selector):
     """`select_above` thresholds that follow the mean confidence and the size of each cluster.
 
-    As in the paper, and unlike FlexMatch, the thresholds of a batch already count the batch itself.
+    As in the paper, and unlike FlexMatch, the thresholds of a batch already include the batch itself.
     """
 
-    def __init__(self, images: int, clusters: int, threshold: float, momentum: float, device: torch.device) -> None:
-        super().__init__(images, clusters, threshold, momentum, device)
-        self.state["level"] = torch.full((), 1 / clusters, device=device)
-        self.state["shares"] = torch.full((clusters,), 1 / clusters, device=device)
+    def __post_init__(self) -> None:
+        self.state["level"] = torch.full((), 1 / self.clusters, device=self.device)
+        self.state["shares"] = torch.full((self.clusters,), 1 / self.clusters, device=self.device)
 
-    def __call__(self, seen: SelectionInput) -> Selection:
-        confidence = seen.probs.max(dim=1).values.mean()
+    def __call__(self, batch: SelectionInput) -> Selection:
+        confidence = batch.probs.max(dim=1).values.mean()
         self.state["level"] = moving_average(self.state["level"], confidence, self.momentum)
-        self.state["shares"] = moving_average(self.state["shares"], seen.probs.mean(dim=0), self.momentum)
-        return select_above(seen.probs, adaptive_thresholds(self.state["level"], self.state["shares"]))
+        self.state["shares"] = moving_average(self.state["shares"], batch.probs.mean(dim=0), self.momentum)
+        return select_above(batch.probs, adaptive_thresholds(self.state["level"], self.state["shares"]))

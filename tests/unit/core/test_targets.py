@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.targets import find_mini_clusters, mini_cluster_count, mini_cluster_targets
+from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -104,3 +104,10 @@ def test_any_features_and_more_mini_clusters_than_samples_will_do(features, mini
     assert assignment.shape == (8,)
     targets = mini_cluster_targets(torch.full((8, 2), 0.5), assignment, max(mini_clusters, 8))
     assert torch.isfinite(targets).all()
+
+
+def test_hard_targets_are_the_most_probable_clusters():
+    probs = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]], dtype=torch.float64)
+    targets = hard_targets(probs)
+    assert targets.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    assert targets.dtype == probs.dtype

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.core.selection.confident import Selection, SelectionInput, Selector
+from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 from cdc_plugin.models.heads import ClusterHead, LayeredHead
 from cdc_plugin.training import refiner as engine
 from cdc_plugin.training.distributed import Distributed

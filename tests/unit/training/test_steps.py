@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.core.calibration import calibrations
+from cdc_plugin.core.losses import calibrations
 from cdc_plugin.models.heads import ClusterHead, CosineHead
 from cdc_plugin.training.refiner import Refiner, Views
 

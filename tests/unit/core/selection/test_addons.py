@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.selection import addons, check_selection, make_selector
+from cdc_plugin.core.selection import Confident, addons, check_selection, make_selector, select_confident
 from cdc_plugin.core.selection.addons import (
     MODERATE,
     SYNCHRONOUS,
@@ -15,9 +15,9 @@ from cdc_plugin.core.selection.addons import (
     prototype_proximity,
     prototype_similarity,
 )
-from cdc_plugin.core.selection.confident import Confident, Selection, SelectionInput, select_confident
+from cdc_plugin.core.selection.base import Selection, SelectionInput
 from cdc_plugin.core.selection.thresholds import FlexMatch
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError
 
 BOTH = [gradient_synchronisation, prototype_proximity]
 CPU = torch.device("cpu")
@@ -207,7 +207,7 @@ def test_selectors_are_made_by_name():
     extended = make_selector("flexmatch+ppf", 60, 5, 0.9, 0.9, CPU)
     assert isinstance(extended, Extended)
     assert type(extended.base) is FlexMatch
-    assert (extended.images, extended.clusters, extended.threshold, extended.momentum) == (60, 5, 0.9, 0.9)
+    assert (extended.image_count, extended.clusters, extended.threshold, extended.momentum) == (60, 5, 0.9, 0.9)
 
 
 @pytest.mark.parametrize("name", ["gsf", "ppf"])
@@ -255,9 +255,9 @@ def test_an_extended_selection_remembers_and_restores_as_its_base_does():
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(name, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_selection(name)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ConfigError, match=message):
         make_selector(name, 60, 5, 0.9, 0.9, CPU)
 
 

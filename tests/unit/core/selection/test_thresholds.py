@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from cdc_plugin.core.selection import selections
-from cdc_plugin.core.selection.confident import SelectionInput, Selector
+from cdc_plugin.core.selection.base import SelectionInput, Selector
 from cdc_plugin.core.selection.thresholds import (
     Fixed,
     FlexMatch,

@@ -3,16 +3,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.selection import selections
-from cdc_plugin.core.selection.confident import (
-    Confident,
-    ConfidentColumn,
-    SelectionInput,
+from cdc_plugin.core.selection import (
     _top_samples,
+    make_selector,
     select_confident,
     select_confident_column,
 )
-from cdc_plugin.errors import UserError
+from cdc_plugin.core.selection.base import SelectionInput
+from cdc_plugin.errors import ConfigError
 
 BOTH = [select_confident, select_confident_column]
 
@@ -105,22 +103,15 @@ def test_zero_probabilities_and_collapse_to_one_cluster_are_no_obstacle(select):
 
 @pytest.mark.parametrize("select", BOTH)
 def test_more_clusters_than_images_in_a_batch_are_refused_with_advice(select):
-    with pytest.raises(UserError, match=r"batch of 4 images .* 5 clusters; pass batch_size=10 or more"):
+    with pytest.raises(ConfigError, match=r"batch of 4 images .* 5 clusters; pass batch_size=10 or more"):
         select(random_probs(4, 5))
-
-
-def test_selections_are_found_by_name():
-    assert selections.get("confident") is Confident
-    assert selections.get("confident-column") is ConfidentColumn
-    with pytest.raises(UserError, match="did you mean 'confident'"):
-        selections.get("confidant")
 
 
 @pytest.mark.parametrize(
     ("name", "select"), [("confident", select_confident), ("confident-column", select_confident_column)]
 )
 def test_selectors_give_what_their_functions_give_and_remember_nothing(name, select):
-    selector = selections.get(name)(images=100, clusters=8, threshold=0.95, momentum=0.9, device=torch.device("cpu"))
+    selector = make_selector(name, 100, 8, threshold=0.95, momentum=0.9, device=torch.device("cpu"))
     for seed in range(2):
         probs = random_probs(80, 8, seed)
         selection, expected = selector(SelectionInput(probs, torch.arange(80), probs, probs)), select(probs)
