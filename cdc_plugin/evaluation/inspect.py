@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.checkpoints.infer.batchnorm import QUICK_LOOK, settle
-from cdc_plugin.checkpoints.infer.check import verify
-from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
+from cdc_plugin.checkpoints.infer.batchnorm import QUICK_LOOK
+from cdc_plugin.checkpoints.infer.check import check_input
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, infer_input
 from cdc_plugin.checkpoints.load import BRANCHES, Loaded, Wanted, formats, load_checkpoint
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.weights import WeightsMismatchError, nearest
@@ -88,16 +88,16 @@ def examine(backbone: Backbone, data: Any, device: str = "auto", progress: Progr
     pixels = images.batch(torch.arange(len(images)))
     few = _spread(pixels, affordable(backbone, pixels))
     seen = _as_seen(backbone, _spread(few, max(QUICK_LOOK, len(few) // 2)))
-    settlement = settle(backbone, seen)
-    backbone = settlement.backbone.eval()
-    verification = verify(backbone, seen)
+    resolution = infer_input(backbone, seen)
+    backbone = resolution.backbone.eval()
+    verification = check_input(backbone, seen)
     features, comparison = compare_neighbours(backbone, few, progress)
     return {
         "source": images.source,
         "count": len(few),
         "size": backbone.input_size,
         "skipped": len(images.skipped),
-        "settled": settlement.reason if settlement.settled else None,
+        "settled": resolution.reason if resolution.decided else None,
         "used": {"mean": _rounded(backbone.mean), "std": _rounded(backbone.std), "spec": backbone.spec},
         "batchnorm": {
             "verdict": verification.verdict,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints import Wanted, load_backbone, read_checkpoint, settle
+from cdc_plugin.checkpoints import Wanted, infer_input, load_backbone, read_checkpoint
 from cdc_plugin.checkpoints.formats.torchvision import load_torchvision
 from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
 from cdc_plugin.checkpoints.read import Checkpoint, strip_prefix
@@ -71,7 +71,7 @@ def test_published_efficientnet_is_told_by_its_file_name_and_by_the_user(tmp_pat
 @pytest.mark.parametrize(("name", "mean", "std"), [("digits", 0.3092, 0.3488), ("fashion5k", 0.2851, 0.3375)])
 def test_bare_backbones_are_settled_as_they_were_trained(name, mean, std):
     backbone = load_backbone(SHARED / "backbones" / f"{name}_resnet18w16.pt")
-    found = settle(backbone, images_of(name))
+    found = infer_input(backbone, images_of(name))
     assert found.backbone.spec["stem"] == {"kernel": 3, "stride": 1, "padding": 1, "pool": True}
     assert found.backbone.mean.tolist() == pytest.approx([mean] * 3, abs=0.002)
     assert found.backbone.std.tolist() == pytest.approx([std] * 3, abs=0.002)
@@ -89,7 +89,7 @@ def test_bare_backbones_are_settled_as_they_were_trained(name, mean, std):
 def test_paddings_that_no_shape_tells_apart_are_settled_by_images(tmp_path, case, prefix, padding):
     path, record, inputs, expected = unpack(case, tmp_path)
     checkpoint = bare_resnet(path, prefix)
-    found = settle(load_torchvision(checkpoint, Wanted()).backbone, original_images(inputs, record))
+    found = infer_input(load_torchvision(checkpoint, Wanted()).backbone, original_images(inputs, record))
     stem = found.backbone.spec["stem"]
     assert (stem["padding"], stem["pool"], stem["stride"]) == (padding, False, 1)
     assert found.backbone.std.tolist() == pytest.approx(record["std"], abs=0.002)
@@ -99,13 +99,13 @@ def test_paddings_that_no_shape_tells_apart_are_settled_by_images(tmp_path, case
 
 def test_imagenet_normalisation_stays_where_images_do_not_speak_clearly(tmp_path):
     path, record, inputs, _ = unpack("torchvision-resnet18", tmp_path)
-    found = settle(load_backbone(path), original_images(inputs, record))
+    found = infer_input(load_backbone(path), original_images(inputs, record))
     assert found.backbone.mean.tolist() == pytest.approx(record["mean"])
 
 
 def test_images_of_another_kind_do_not_move_a_backbone():
     backbone = load_backbone(SHARED / "backbones" / "digits_resnet18w16.pt")
-    found = settle(backbone, images_of("cifar10_5k"))
+    found = infer_input(backbone, images_of("cifar10_5k"))
     assert found.backbone is backbone
     assert backbone.spec["stem"]["pool"] is True
 

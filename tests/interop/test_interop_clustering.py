@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints import load_checkpoint, settle
+from cdc_plugin.checkpoints import infer_input, load_checkpoint
 from tests.helpers import SHARED
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
@@ -55,7 +55,7 @@ def test_images_confirm_that_networks_for_cifar_have_no_pool(tmp_path, case):
     inputs, expected = (torch.from_numpy(stored[name]).float() for name in ("inputs", "features"))
     mean, std = (torch.tensor(record[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
     pixels = (inputs * std + mean).mul(255).round().clamp(0, 255).byte()
-    found = settle(load_checkpoint(tmp_path / record["checkpoint"]).backbone, pixels)
+    found = infer_input(load_checkpoint(tmp_path / record["checkpoint"]).backbone, pixels)
     assert found.backbone.spec["stem"]["pool"] is False
     with torch.no_grad():
         torch.testing.assert_close(found.backbone.eval()(inputs), expected, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cdc_plugin.checkpoints import load_checkpoint
-from cdc_plugin.checkpoints.infer.check import verify
+from cdc_plugin.checkpoints.infer.check import check_input
 from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
@@ -39,12 +39,12 @@ def test_paddings_and_statistics_that_a_file_states_are_verified(tmp_path, case,
     path, _, images = unpack(case, tmp_path)
     backbone = load_checkpoint(path).backbone.eval()
     assert backbone.spec["stem"]["padding"] == padding
-    assert verify(backbone, images).verdict == "fits"
-    doubted = verify(with_padding(backbone, 3 - padding), images)
+    assert check_input(backbone, images).verdict == "fits"
+    doubted = check_input(with_padding(backbone, 3 - padding), images)
     assert doubted.verdict == "other"
     assert doubted.variants[0].changed == {"stem.padding": padding}
     wrong = Backbone(backbone.module, backbone.feature_dim, (0.5,) * 3, (0.5,) * 3, 32, backbone.spec)
-    assert "CIFAR-10's mean and std" in verify(wrong, images).words
+    assert "CIFAR-10's mean and std" in check_input(wrong, images).words
 
 
 @pytest.mark.parametrize("name", ["digits", "fashion5k"])
@@ -66,7 +66,7 @@ def test_images_of_another_kind_are_told():
 def test_enlarged_images_are_told_from_those_of_the_training(tmp_path, case):
     path, record, images = unpack(case, tmp_path)
     large = torch.nn.functional.interpolate(images[:16], size=128, mode="bilinear")
-    found = verify(load_checkpoint(path).backbone.eval(), large)
+    found = check_input(load_checkpoint(path).backbone.eval(), large)
     assert found.variants[0].changed["input_size"] == record["input_size"]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints import Wanted, load_checkpoint, settle
+from cdc_plugin.checkpoints import Wanted, infer_input, load_checkpoint
 from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build
@@ -65,7 +65,7 @@ def test_file_without_its_arguments_gives_the_same_features_and_says_what_it_ass
         assert "stem.padding" in found.backbone.inferred
         mean, std = (torch.tensor(record[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
         pixels = (inputs * std + mean).mul(255).round().clamp(0, 255).byte()
-        settled = settle(found.backbone, pixels).backbone
+        settled = infer_input(found.backbone, pixels).backbone
         assert settled.spec["stem"] == found.backbone.spec["stem"]
 
 

@@ -1,6 +1,6 @@
-"""Whether a rebuilt network and its normalisation suit images, by the memory of its BatchNorm layers.
+"""Check whether a rebuilt network and its normalisation suit images, by the statistics of its BatchNorm layers.
 
-``probe`` decides what a checkpoint left open; this doubts what it stated as well, changing one fact at a time.
+``resolve`` decides what a checkpoint left open; this doubts what it stated as well, changing one fact at a time.
 """
 
 from __future__ import annotations
@@ -14,35 +14,23 @@ from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import (
     CLEAR_NORMALISATION,
+    CLEAR_SIZE,
     CLEAR_STEM,
-    CLOSE_LOOK,
-    CLOSE_LOOK_LARGE,
-    CLOSE_RATIO,
-    CLOSE_VARIANTS,
-    FINALISTS,
-    QUICK_LOOK,
     STEM_CHOICES,
     TRUSTED_MISMATCH,
+    Comparison,
     Normalisation,
-    batchnorm_mismatch,
+    Variant,
     candidate_normalisations,
     has_statistics,
-    input_of,
-    layer_mismatches,
-    normalise,
-    sample,
-    with_stem,
-    without_twins,
+    resize,
 )
 from cdc_plugin.models.backbone import Backbone
 
-# Facts that differ from the network as it was loaded: (("padding", 2),), say; empty for that network itself.
-Change = tuple[tuple[str, Any], ...]
 STEPS = 3  # facts that may turn out wrong together: padding, pool or stride, and the normalisation
 # Smaller images than a checkpoint is believed to take: 224 is often a default, and what was trained at 32 px
-# sees enlarged images otherwise. Random crops enlarge, too, so that this needs the clearest case.
+# sees enlarged images otherwise.
 SIZES = (32, 64, 96, 128)
-CLEAR_SIZE = 1.5
 NEEDED = {"normalisation": CLEAR_NORMALISATION, "size": CLEAR_SIZE}
 WORDS = {
     "imagenet": "ImageNet's mean and std",
@@ -56,8 +44,8 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A network as it was loaded but for some facts, and how far the images are from its memory."""
+class CheckedVariant:
+    """A network as it was loaded except for some facts, and how far the images are from what it remembers."""
 
     changed: dict[str, Any]
     mismatch: float
@@ -65,8 +53,8 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """What the comparison says.
+class InputCheck:
+    """The result of the comparison.
 
     Args:
         verdict: ``fits``, ``other`` (another variant clearly fits better), ``unlike`` (no variant fits),
@@ -77,81 +65,61 @@ class Verification:
 
     verdict: str
     words: str
-    variants: tuple[Variant, ...] = ()
+    variants: tuple[CheckedVariant, ...] = ()
 
 
-def verify(backbone: Backbone, images: Tensor) -> Verification:
-    """Compare the network with variants of its stem and normalisation, stated facts included.
+def check_input(backbone: Backbone, pixels: Tensor) -> InputCheck:
+    """Compare the network with variants of its stem, normalisation and image size, stated facts included.
 
     Args:
-        images: (N, 3, S, S) in 0..255, as the backbone sees them, better 256 than fewer.
+        pixels: (N, 3, S, S) in 0..255, as the backbone sees them, better 256 than fewer.
     """
     if not has_statistics(backbone):
-        return Verification("unknown", "the network has no BatchNorm statistics to compare with")
+        return InputCheck("unknown", "the network has no BatchNorm statistics to compare with")
     if not _is_trained(backbone):
-        return Verification("untrained", "the BatchNorm statistics are as initialised: nothing was trained")
-    few = sample(images, QUICK_LOOK, backbone)
-    given = input_of(backbone)
-    normalisations = without_twins({"given": given} | candidate_normalisations(images))
-    at_entry = {
-        name: layer_mismatches(backbone.module, normalise(few, pair), first_layers=1)[0]
-        for name, pair in normalisations.items()
-    }
-    nearest = [name for name in sorted(at_entry, key=lambda name: at_entry[name]) if name != "given"]
-    choices = _stem_choices(backbone) | {"normalisation": ("given", *nearest[:FINALISTS])}
-    if _takes_any_size(backbone, few):
-        choices["size"] = (images.shape[-1], *(size for size in SIZES if size < images.shape[-1]))
-
-    def mismatch(change: Change, pixels: Tensor) -> float:
-        facts = dict(change)
-        pair = normalisations[facts.pop("normalisation", "given")]
-        pixels = _resized(pixels, facts.pop("size", images.shape[-1]))
-        return batchnorm_mismatch(with_stem(backbone, facts), normalise(pixels, pair))
-
-    measured: dict[Change, float] = {(): mismatch((), few)}
-    current: Change = ()
+        return InputCheck("untrained", "the BatchNorm statistics are as initialised: nothing was trained")
+    comparison = Comparison(backbone, pixels, candidate_normalisations(pixels))
+    choices = _stem_choices(backbone) | {"normalisation": tuple(comparison.nearest_normalisations([{}]))}
+    if _takes_any_size(backbone, comparison.few):
+        choices["size"] = (pixels.shape[-1], *(size for size in SIZES if size < pixels.shape[-1]))
+    best: Variant = ()
+    comparison.measure(best)
     for _ in range(STEPS):
-        around = list(_neighbours(current, choices))
-        measured |= {change: mismatch(change, few) for change in around if change not in measured}
-        best = min([current, *around], key=lambda change: measured[change])
-        if best == current:
+        nearest = min([best, *_neighbours(best, choices)], key=comparison.measure)
+        if nearest == best:
             break
-        current = best
-    # A look at more images at those that lie close together, and always at the network as it was loaded.
-    more = sample(images, CLOSE_LOOK if images.shape[-1] <= 64 else CLOSE_LOOK_LARGE, backbone)
-    if len(more) > len(few):
-        limit = CLOSE_RATIO * min(measured.values())
-        close = [c for c in sorted(measured, key=lambda c: measured[c]) if measured[c] <= limit][:CLOSE_VARIANTS]
-        measured |= {change: mismatch(change, more) for change in {(), *close}}
-    return _judge(measured, normalisations)
+        best = nearest
+    ranked = comparison.look_closer(always=[()])
+    return _judge(ranked, comparison.mismatches, comparison.normalisations)
 
 
-def _judge(measured: Mapping[Change, float], normalisations: Mapping[str, Normalisation]) -> Verification:
-    order = sorted(measured, key=lambda change: measured[change])
-    variants = tuple(Variant(_as_record(c, normalisations), measured[c], _in_words(c)) for c in order)
-    better, loaded = _needed_changes(order[0], measured), measured[()]
-    comparison = f"{_in_words(better)} ({measured[better]:.2f} against {loaded:.2f})"
-    if measured[better] > TRUSTED_MISMATCH:
+def _judge(
+    ranked: list[Variant], mismatches: Mapping[Variant, float], normalisations: Mapping[str, Normalisation]
+) -> InputCheck:
+    variants = tuple(CheckedVariant(_as_record(v, normalisations), mismatches[v], _in_words(v)) for v in ranked)
+    better, loaded = _needed_changes(ranked[0], mismatches), mismatches[()]
+    comparison = f"{_in_words(better)} ({mismatches[better]:.2f} against {loaded:.2f})"
+    if mismatches[better] > TRUSTED_MISMATCH:
         hint = f"; nearest comes {comparison}" if better else ""
-        return Verification("unlike", f"the images are unlike the training images{hint}", variants)
+        return InputCheck("unlike", f"the images are unlike the training images{hint}", variants)
     if better:
         kinds = {{"normalisation": fact, "size": "image size"}.get(fact, "stem") for fact, _ in better}
-        return Verification("other", f"another {' and '.join(sorted(kinds))} fits better: {comparison}", variants)
-    return Verification("fits", "the images fit the network as it stands", variants)
+        return InputCheck("other", f"another {' and '.join(sorted(kinds))} fits better: {comparison}", variants)
+    return InputCheck("fits", "the images fit the network as it stands", variants)
 
 
-def _needed_changes(best: Change, measured: Mapping[Change, float]) -> Change:
-    """The best change without the facts that hardly matter: a few images prefer one by chance."""
+def _needed_changes(best: Variant, mismatches: Mapping[Variant, float]) -> Variant:
+    """Return the best variant without the facts that hardly matter: a few images prefer one by chance."""
     for fact, _ in best:
         needed = NEEDED.get(fact, CLEAR_STEM)
         without = tuple((name, value) for name, value in best if name != fact)
-        if measured.get(without, float("inf")) < needed * max(measured[best], 1e-12):
-            return _needed_changes(without, measured)
+        if mismatches.get(without, float("inf")) < needed * max(mismatches[best], 1e-12):
+            return _needed_changes(without, mismatches)
     return best
 
 
 def _stem_choices(backbone: Backbone) -> dict[str, tuple[Any, ...]]:
-    """Values of the stem's facts, the loaded one first; none for networks whose stem nobody varies."""
+    """Return values of the stem's facts, the loaded one first; none for networks whose stem nobody varies."""
     spec = backbone.spec or {}
     if spec.get("family") != "resnet" or spec["stem"]["kernel"] >= 7:
         return {}
@@ -159,47 +127,41 @@ def _stem_choices(backbone: Backbone) -> dict[str, tuple[Any, ...]]:
     return {fact: (stem[fact], *(v for v in values if v != stem[fact])) for fact, values in STEM_CHOICES.items()}
 
 
-def _takes_any_size(backbone: Backbone, images: Tensor) -> bool:
-    """Whether the network can be given smaller images, which one with position embeddings refuses."""
+def _takes_any_size(backbone: Backbone, pixels: Tensor) -> bool:
+    """Return whether the network accepts smaller images, which one with position embeddings refuses."""
     try:
         with torch.no_grad():
-            backbone.eval()(_resized(images[:1], SIZES[0]))
+            backbone.eval()(resize(pixels[:1], SIZES[0]))
     except (RuntimeError, AssertionError, ValueError):
         return False
     return True
 
 
-def _resized(images: Tensor, size: int) -> Tensor:
-    if images.shape[-1] == size:
-        return images
-    return nn.functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-
-
-def _neighbours(change: Change, choices: Mapping[str, tuple[Any, ...]]) -> Iterator[Change]:
-    """All changes that differ in the value of one fact."""
+def _neighbours(variant: Variant, choices: Mapping[str, tuple[Any, ...]]) -> Iterator[Variant]:
+    """Yield all variants that differ in the value of one fact."""
     for fact, (loaded, *others) in choices.items():
-        rest = {name: value for name, value in change if name != fact}
+        rest = {name: value for name, value in variant if name != fact}
         for value in (loaded, *others):
-            if dict(change).get(fact, loaded) != value:
+            if dict(variant).get(fact, loaded) != value:
                 changed = rest if value == loaded else rest | {fact: value}
                 yield tuple(sorted(changed.items()))
 
 
-def _as_record(change: Change, normalisations: Mapping[str, Normalisation]) -> dict[str, Any]:
-    facts = dict(change)
-    name = facts.pop("normalisation", None)
-    names = {"size": "input_size"}
-    record = {names.get(fact, f"stem.{fact}"): value for fact, value in facts.items()}
-    if name is not None:
-        mean, std = normalisations[name]
-        record |= {"normalisation": name, "mean": list(mean), "std": list(std)}
+def _as_record(variant: Variant, normalisations: Mapping[str, Normalisation]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for fact, value in variant:
+        if fact == "normalisation":
+            mean, std = normalisations[value]
+            record |= {"normalisation": value, "mean": list(mean), "std": list(std)}
+        else:
+            record["input_size" if fact == "size" else f"stem.{fact}"] = value
     return record
 
 
-def _in_words(change: Change) -> str:
+def _in_words(variant: Variant) -> str:
     words = {"padding": "padding {}", "stride": "stride {}", "size": "image size {}"}
     parts = []
-    for fact, value in change:
+    for fact, value in variant:
         if fact == "normalisation":
             parts.append(WORDS[value])
         elif fact == "pool":

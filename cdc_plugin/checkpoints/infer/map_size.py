@@ -1,4 +1,4 @@
-"""What the weights of a ResNet tell about the size of its images, which no name or shape does.
+"""Infer the size of a ResNet's images from its weights, which no name or shape shows.
 
 Zero padding lowers the mean that a 3x3 convolution gives, the more the smaller the map: each side tap meets padding in
 one of n rows or columns. BatchNorm remembers that mean, so the side n of the last maps can be read off it.
@@ -20,7 +20,7 @@ TRUSTED_FIT = 0.5
 
 
 def inner_share(state: Mapping[str, Tensor]) -> float | None:
-    """(n - 1) / n for last maps of n x n, by the statistics of the fourth stage; None if they do not tell.
+    """Return (n - 1) / n for last maps of n x n, by the statistics of the fourth stage; None if they are unclear.
 
     The mean of an output channel is a sum over the 9 taps of (weight x mean of the input): whole for the centre, times
     (n - 1) / n for the sides, times its square for the corners. The input is taken as ReLU of a Gaussian, its
@@ -53,7 +53,11 @@ def inner_share(state: Mapping[str, Tensor]) -> float | None:
 
 
 def last_side(stem: Mapping[str, Any], size: int) -> int:
-    """Side of the maps of a ResNet's fourth stage for images of a side."""
+    """Return the side of the maps of a ResNet's fourth stage for images of side ``size``.
+
+    >>> last_side({"kernel": 7, "stride": 2, "padding": 3, "pool": True}, 224)
+    7
+    """
     side = (size + 2 * int(stem["padding"]) - int(stem["kernel"])) // int(stem["stride"]) + 1
     if stem["pool"]:
         side = (side + 2 - int(stem.get("pool_kernel", 3))) // 2 + 1

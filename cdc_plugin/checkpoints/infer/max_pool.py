@@ -1,4 +1,4 @@
-"""What the weights of a small ResNet stem tell about the max-pool after it, which has no weights itself."""
+"""Infer from the weights of a small ResNet stem whether a max-pool follows, which has no weights itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PoolGuess:
 
 
 def expected_activation(shift: Tensor, scale: Tensor, draws: int) -> Tensor:
-    """Mean of the largest of several independent values of ReLU(N(shift, scale^2)), one number a channel.
+    """Return the mean of the largest of several independent draws of ReLU(N(shift, scale^2)), per channel.
 
     After BatchNorm a channel has mean ``shift`` and deviation ``scale``; taken as Gaussian, one draw stands
     for a plain pixel and two for a 3x3 max-pool over neighbours that mostly agree.
