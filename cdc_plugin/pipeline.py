@@ -22,13 +22,12 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.outputs import predict
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import SNAPSHOT_EPOCHS, Evidence, assess, predict_augmented, watch, watched
-from cdc_plugin.evaluation.report_record import Report, measure, old_record, run_record, trusted_samples
+from cdc_plugin.evaluation.report_record import Report, describe_run, measure, old_record, run_record, trusted_samples
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import build_head
-from cdc_plugin.report.of_run import findings_of_run
-from cdc_plugin.report.run_page import write_page
+from cdc_plugin.report.run_page import page_of_run, write_page
 from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views
 from cdc_plugin.training.collapse import as_warnings, findings, new_findings, refuse_dead
 from cdc_plugin.training.device import choose_device
@@ -318,8 +317,8 @@ def finish(current: Run, seconds: float, track: Tracking) -> Report:
     write_table(folder / PREDICTIONS, table)
     text = json.dumps(metrics, indent=2) + "\n"
     write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
-    found = findings_of_run(config, folder, metrics, table, calibration, images, current.history)
-    write_page(folder / PAGE, found)
+    about = describe_run(config, folder)
+    write_page(folder / PAGE, page_of_run(metrics, table, calibration, images, current.history, **about))
     track.finish(metrics)
     log.info("finished in %.0f s: %s", seconds, folder)
     return Report(metrics, table, folder)

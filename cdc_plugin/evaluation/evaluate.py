@@ -33,13 +33,8 @@ from cdc_plugin.evaluation.outputs import (
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, compute_outlier_columns, write_table
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record, trusted_samples
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.report.of_evaluation import (
-    compared_model,
-    comparison_facts,
-    comparison_title,
-    findings_of_evaluation,
-)
-from cdc_plugin.report.run_page import write_comparison, write_page
+from cdc_plugin.report.models_page import compared_model, comparison_facts, comparison_title, write_comparison
+from cdc_plugin.report.run_page import page_of_evaluation, write_page
 from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.progress import log, progress
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, evaluation_folder
@@ -168,6 +163,8 @@ def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
             "network": subject.network,
             "heads": subject.heads,
             "input_size": model.backbone.input_size,
+            "mean": model.backbone.mean.tolist(),
+            "std": model.backbone.std.tolist(),
         },
         "before": earlier.get("before"),
         "after": measure_answers(answers, kmeans, images.labels),
@@ -180,12 +177,19 @@ def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
     if model.prototypes is not None:
         more |= compute_outlier_columns(model.prototypes, answers.features)
     table = build_prediction_table(images.names, answers.clustering, answers.calibration, more)
-    command = _command(subject, task)
-    findings = findings_of_evaluation(subject, run, metrics, table, answers.calibration, images, command)
+    page = page_of_evaluation(
+        metrics,
+        table,
+        answers.calibration,
+        images,
+        history=run.history if run is not None else [],
+        settings=run.settings if run is not None else None,
+        command=_command(subject, task),
+    )
     folder.mkdir(exist_ok=True)
     write_table(folder / PREDICTIONS, table)
     _write_json(folder / REPORT, metrics)
-    write_page(folder / PAGE, findings)
+    write_page(folder / PAGE, page)
     return Report(metrics, table, folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,10 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from cdc_plugin.checkpoints.load import Loaded
+from cdc_plugin.config.load import to_yaml
+from cdc_plugin.config.recipes import DEMO_BACKBONE
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row
+from cdc_plugin.training.run_folder import CONFIG
 
 SCHEMA_VERSION = 1  # of every JSON file that the commands write: raised when a key changes its name or meaning
 
@@ -79,6 +84,21 @@ def run_record(
         "old_model": old_model,
         "label_free": label_free,
         "seconds": round(seconds, 1),
+    }
+
+
+def describe_run(config: RefineConfig, folder: Path) -> dict[str, Any]:
+    """Return what the page says of a run beside its figures: backbone, settings, and the command that repeats it.
+
+    There is no command for arrays and modules that only a Python program can give.
+    """
+    backbone = "the embedded one of the demo" if config.backbone == str(DEMO_BACKBONE) else config.backbone
+    in_python = any(value is None or value.startswith("<") for value in (config.backbone, config.data))
+    words = ["cdc-refine", "--recipe", str(folder / CONFIG), "--out", f"{folder}-again"]
+    return {
+        "backbone": f"{backbone}{' (frozen)' if config.freeze_backbone else ''}",
+        "settings": to_yaml(config),
+        "command": None if in_python else shlex.join(words),
     }
 
 

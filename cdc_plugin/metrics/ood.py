@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.metrics.ranking import Thresholds, area_under_roc, average_precision, false_positive_rate, thresholds
+from cdc_plugin.metrics.rejection import Thresholds, area_under_roc, average_precision, false_positive_rate, thresholds
 from cdc_plugin.metrics.validation import Floats, numbers
 
 

@@ -26,9 +26,9 @@ from cdc_plugin.metrics.over_seeds import (
     row_names,
     seeds_words,
 )
-from cdc_plugin.report.charts.confidence import reliability_diagram, right_wrong_histogram
-from cdc_plugin.report.charts.grid import bar_panel, close_band, dot_panel
-from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, _diagram_caption, _render, _write
+from cdc_plugin.report.charts import reliability_diagram, right_wrong_histogram
+from cdc_plugin.report.grid_charts import bar_panel, close_band, dot_panel
+from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, caption_diagram, render_template, write_text
 from cdc_plugin.report.words import DASH, SPACE, TITLES, count, known, shorten
 
 PANELS = (
@@ -92,7 +92,7 @@ def write_grid(
     command: str | None,
 ) -> None:
     """Write the page of a comparison, whole or not at all."""
-    _write(path, render_grid(title, facts, rows, verdicts, settings, command, date.today()))
+    write_text(path, render_grid(title, facts, rows, verdicts, settings, command, date.today()))
 
 
 def render_grid(
@@ -128,7 +128,7 @@ def render_grid(
         ("reliability", "Reliability", any(part.diagrams for part in sets)),
         ("settings", "Settings", values["settings"] or command),
     ]
-    return _render("grid.html", contents, values, made)
+    return render_template("grid.html", contents, values, made)
 
 
 def pool(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -215,5 +215,5 @@ def _diagrams(rows: Sequence[Row]) -> list[Diagram]:
         if figures.get("bins") and known(figures.get("CONF")):
             histogram = right_wrong_histogram(title, figures) if figures.get("histogram") else None
             name = f"{title}*" if row.uses_labels else title
-            found.append(Diagram(name, reliability_diagram(title, figures), histogram, _diagram_caption(figures)))
+            found.append(Diagram(name, reliability_diagram(title, figures), histogram, caption_diagram(figures)))
     return found

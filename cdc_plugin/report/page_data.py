@@ -1,4 +1,4 @@
-"""What a page shows, gathered before anything is drawn. Labels are in here for the report and for nothing else."""
+"""What a page shows, as plain records. Labels are in here for the report and for nothing else."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 
 from cdc_plugin.data.images import ImageSet
 
+FigureRow = tuple[str, dict[str, Any] | None, dict[str, Any] | None]  # title, figures before, figures after
+
 
 @dataclass(frozen=True)
 class PageData:
-    """One model on one set of images. Figures are what `evaluation.measure_head` gives; absent keys are left out."""
+    """One model on one set of images. Figures are those of `metrics.summary`; absent keys are left out."""
 
     title: str
     facts: list[tuple[str, str]]  # what was run: label, value
-    rows: list[tuple[str, dict[str, Any] | None, dict[str, Any] | None]]  # title, figures before, figures after
+    rows: list[FigureRow]
     diagrams: list[tuple[str, dict[str, Any]]]  # reliability diagrams: title, figures
     label_free: dict[str, Any]  # the quality card
     table: np.recarray  # predictions of the model that is reported on

@@ -1,10 +1,11 @@
-"""report.html and the side-by-side page: one file each, complete in itself, that loads nothing and runs no script."""
+"""The page of one model: a single file, complete in itself, that loads nothing and runs no script."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from datetime import date
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,23 @@ from numpy.typing import NDArray
 
 from cdc_plugin import __version__
 from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import correct_samples
-from cdc_plugin.metrics.selective import accept_to_target
-from cdc_plugin.report.charts.clusters import cluster_chart, cluster_means
-from cdc_plugin.report.charts.confidence import caution_chart, reliability_diagram, right_wrong_histogram
-from cdc_plugin.report.charts.training import training_charts
-from cdc_plugin.report.gallery.cards import ClusterCard, cluster_cards, confused_pairs, look_first
-from cdc_plugin.report.outside_table import outside_rows
-from cdc_plugin.report.page_data import ComparedModel, PageData
-from cdc_plugin.report.quality_card import side_by_side, statements, training_warnings, warnings
-from cdc_plugin.report.tables import before_after_table, side_by_side_table
+from cdc_plugin.metrics.rejection import accept_to_target
+from cdc_plugin.report.charts import (
+    caution_chart,
+    cluster_chart,
+    cluster_means,
+    reliability_diagram,
+    right_wrong_histogram,
+    training_charts,
+)
+from cdc_plugin.report.gallery import ClusterCard, cluster_cards, confused_pairs, look_first
+from cdc_plugin.report.page_data import FigureRow, PageData
+from cdc_plugin.report.tables import before_after_table, outside_rows, statements, training_warnings, warnings
 from cdc_plugin.report.words import (
     TARGET,
+    TITLES,
     cluster_words,
     count,
     headline,
@@ -55,14 +61,126 @@ class Drawing:
     caption: str
 
 
+def page_of_run(
+    metrics: dict[str, Any],
+    table: np.recarray,
+    probs: NDArray[np.float32],
+    images: ImageSet,
+    history: list[dict[str, Any]],
+    *,
+    backbone: str,
+    settings: str,
+    command: str | None,
+) -> PageData:
+    """Gather what the page of a finished ``cdc-refine`` run shows.
+
+    Args:
+        metrics: the content of report.json.
+        probs: (N, C) of the calibration head.
+        backbone: what it is called on the page.
+    """
+    # Of all epochs: a resumed run has computed some of them before.
+    minutes, seconds = divmod(round(sum(epoch.get("seconds", 0) for epoch in history)), 60)
+    facts = [
+        *_image_facts(metrics),
+        ("backbone", backbone),
+        ("training", f"{metrics['epochs']} epochs, seed {metrics['seed']}, {minutes} min {seconds:02d} s"),
+        ("labels", "for this report only" if metrics["labels"] else "none"),
+    ]
+    return PageData(
+        title=_title(metrics),
+        facts=facts,
+        rows=_before_after_rows(metrics),
+        diagrams=_before_after_diagrams(metrics),
+        label_free=metrics["label_free"],
+        table=table,
+        probs=probs,
+        images=images,
+        history=history,
+        settings=settings,
+        command=command,
+        old_model=metrics["old_model"],
+    )
+
+
+def page_of_evaluation(
+    metrics: dict[str, Any],
+    table: np.recarray,
+    probs: NDArray[np.float32],
+    images: ImageSet,
+    *,
+    history: list[dict[str, Any]],
+    settings: str | None,
+    command: str | None,
+) -> PageData:
+    """Gather what the page of ``cdc-evaluate`` shows of one model.
+
+    Args:
+        history, settings: of the run that refined it, where that was on these images.
+    """
+    model, after, classes = metrics["model"], metrics["after"], metrics["classes"]
+    mean, std = (" ".join(f"{value:.3g}" for value in model[key]) for key in ("mean", "std"))
+    facts = [
+        *_image_facts(metrics),
+        ("model", f"{model['path'] or 'given in Python'} ({model['writer']})"),
+        ("network", f"{model['network']}; input {model['input_size']} px, mean {mean}, std {std}"),
+        ("labels", "none" if classes is None else f"{classes} classes, for this report only"),
+    ]
+    rows: list[FigureRow] = [(TITLES[key], None, figures) for key, figures in after.items()]
+    diagrams = [(TITLES[key], figures) for key, figures in after.items() if key != "kmeans"]
+    return PageData(
+        title=_title(metrics),
+        facts=facts,
+        rows=_before_after_rows(metrics) if metrics["before"] else rows,
+        diagrams=_before_after_diagrams(metrics) if metrics["before"] else diagrams,
+        label_free=metrics["label_free"],
+        table=table,
+        probs=probs,
+        images=images,
+        history=history,
+        settings=settings,
+        command=command,
+        outside=metrics["outside"],
+        old_model=metrics["old_model"],
+    )
+
+
+def _title(metrics: dict[str, Any]) -> str:
+    return f"{Path(metrics['data']).name or metrics['data']} in {metrics['clusters']} clusters"
+
+
+def _image_facts(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    skipped = len(metrics["skipped"])
+    unreadable = f", {skipped:,} could not be read" if skipped else ""
+    return [
+        ("images", f"{metrics['images']:,} from {metrics['data']}{unreadable}"),
+        ("clusters", str(metrics["clusters"])),
+    ]
+
+
+def _before_after_rows(metrics: dict[str, Any]) -> list[FigureRow]:
+    """Return the rows of k-means and both heads; an old model comes first, where there was one."""
+    rows: list[FigureRow] = [
+        (TITLES[key], figures, metrics["after"].get(key)) for key, figures in metrics["before"].items()
+    ]
+    old = metrics["old_model"]
+    return rows if old is None else [(f"old model ({old['writer']})", old, None), *rows]
+
+
+def _before_after_diagrams(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return title and figures of the old model, of the start and of both heads at the end."""
+    old = metrics["old_model"]
+    return [
+        *([("Old model", old)] if old is not None else []),
+        ("Calibration head, at the start", metrics["before"]["calibration_head"]),
+        ("Clustering head, at the end", metrics["after"]["clustering_head"]),
+        ("Calibration head, at the end", metrics["after"]["calibration_head"]),
+    ]
+
+
 def write_page(path: Path, findings: PageData) -> None:
     """Write report.html, whole or not at all."""
-    _write(path, render_page(findings, date.today()))
-
-
-def write_comparison(path: Path, title: str, facts: list[tuple[str, str]], models: list[ComparedModel]) -> None:
-    """Write the page that shows several models side by side, whole or not at all."""
-    _write(path, render_comparison(title, facts, models, date.today()))
+    write_text(path, render_page(findings, date.today()))
 
 
 def render_page(findings: PageData, made: date) -> str:
@@ -84,7 +202,7 @@ def render_page(findings: PageData, made: date) -> str:
         "statements": statements(findings.label_free),
         "table": before_after_table(findings.rows),
         "old_model": old_model_words(findings.old_model),
-        "diagrams": _diagrams(findings.diagrams),
+        "diagrams": draw_diagrams(findings.diagrams),
         "histograms": _histograms(findings.diagrams),
         "caution": Drawing("", caution_chart(table["confidence"], correct), _caution_caption(correct)),
         "training": training_charts(findings.history),
@@ -118,36 +236,14 @@ def render_page(findings: PageData, made: date) -> str:
         ("unread", "Unread files", values["skipped"]),
         ("settings", "Settings", values["settings"] or values["command"]),
     ]
-    return _render("report.html", contents, values, made)
+    return render_template("report.html", contents, values, made)
 
 
-def render_comparison(title: str, facts: list[tuple[str, str]], models: list[ComparedModel], made: date) -> str:
-    """The side-by-side page as text."""
-    diagrams = [(f"{model.name}: {head}", figures) for model in models for head, figures in model.heads]
-    values: dict[str, Any] = {
-        "title": shorten(title, 200),
-        "facts": facts,
-        "models": models,
-        "measured_with_labels": any(known(figures.get("ACC")) for _, figures in diagrams),
-        "table": side_by_side_table([(model.name, model.heads) for model in models]),
-        "diagrams": _diagrams(diagrams),
-        "quality": side_by_side([model.label_free for model in models]),
-        "warned": [(model.name, found) for model in models if (found := warnings(model.label_free))],
-        "outside": outside_rows([(model.name, model.outside) for model in models]),
-    }
-    contents = [
-        ("figures", "Figures", True),
-        ("reliability", "Reliability", values["diagrams"]),
-        ("quality", "Quality", values["quality"] or values["warned"]),
-        ("outside", "Other images", values["outside"]),
-    ]
-    return _render("comparison.html", contents, values, made)
-
-
-def _render(template: str, contents: list[tuple[str, str, Any]], values: dict[str, Any], made: date) -> str:
+def render_template(template: str, contents: list[tuple[str, str, Any]], values: dict[str, Any], made: date) -> str:
     shown = [(anchor, name) for anchor, name, content in contents if content]
     page = _templates().get_template(template)
-    return writable(page.render(**values, contents=shown, version=__version__, made=made.isoformat()))
+    text = page.render(**values, contents=shown, version=__version__, made=made.isoformat())
+    return writable(text.lstrip())
 
 
 @functools.cache
@@ -160,10 +256,12 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     templates.filters |= {"percent": percent, "shorten": shorten, "counted": count}
+    style = files("cdc_plugin.report").joinpath("templates", "style.css").read_text(encoding="utf-8")
+    templates.globals["style"] = Markup(style)
     return templates
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
 
 
@@ -191,15 +289,15 @@ def _caution_caption(correct: NDArray[np.bool_] | None) -> str:
     return f"{what} Where the measured line runs below the expected one, the model promises too much."
 
 
-def _diagrams(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing]:
+def draw_diagrams(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing]:
     return [
-        Drawing(title, reliability_diagram(title, figures), _diagram_caption(figures))
+        Drawing(title, reliability_diagram(title, figures), caption_diagram(figures))
         for title, figures in diagrams
         if figures.get("bins") and known(figures.get("CONF"))
     ]
 
 
-def _diagram_caption(figures: dict[str, Any]) -> str:
+def caption_diagram(figures: dict[str, Any]) -> str:
     confidence, accuracy = figures["CONF"], figures.get("ACC")
     if not known(accuracy):
         return f"Mean confidence {percent(confidence)}."

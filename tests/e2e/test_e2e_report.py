@@ -11,8 +11,9 @@ import pytest
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
 from cdc_plugin.evaluation.report_record import measure_head
+from cdc_plugin.report.models_page import write_comparison
 from cdc_plugin.report.page_data import ComparedModel, PageData
-from cdc_plugin.report.run_page import write_comparison, write_page
+from cdc_plugin.report.run_page import write_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.report.gallery.thumbnails import BYTES_PER_PIXEL, HEADER_BYTES, ThumbnailSize, encode
+from cdc_plugin.report.gallery import BYTES_PER_PIXEL, HEADER_BYTES, ThumbnailSize, encode
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Bytes of all pictures of a kind; a third more as base64, so that the page stays below 8 MB.

@@ -3,7 +3,8 @@ import pytest
 import torch
 from sklearn.metrics import normalized_mutual_info_score
 
-from cdc_plugin.evaluation.report_record import measure, trusted_samples
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.evaluation.report_record import describe_run, measure, trusted_samples
 
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
@@ -36,3 +37,15 @@ def test_trusted_samples_are_those_of_the_selection():
     sure = np.repeat(np.eye(2, dtype=np.float32), 3, axis=0)
     assert trusted_samples(sure).all()
     assert not trusted_samples(np.full((4, 4), 0.25, dtype=np.float32)).any()
+
+
+def test_the_command_takes_the_settings_of_the_run_to_a_new_folder(tmp_path):
+    config = RefineConfig(backbone="moco.pth", data="photos", clusters=2)
+    command = describe_run(config, tmp_path / "my run")["command"]
+    assert command == f"cdc-refine --recipe '{tmp_path}/my run/config.yaml' --out '{tmp_path}/my run-again'"
+
+
+@pytest.mark.parametrize("given", [{"backbone": "<Backbone>"}, {"data": "<ndarray>"}])
+def test_what_only_python_can_give_has_no_command(tmp_path, given):
+    config = RefineConfig(**{"backbone": "moco.pth", "data": "photos", "clusters": 2, **given})
+    assert describe_run(config, tmp_path)["command"] is None

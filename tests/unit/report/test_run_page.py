@@ -13,12 +13,11 @@ import pytest
 
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
-from cdc_plugin.evaluation.report_record import measure_head
-from cdc_plugin.report.outside_table import outside_rows
+from cdc_plugin.evaluation.report_record import measure_head, run_record
+from cdc_plugin.report.models_page import render_comparison, write_comparison
 from cdc_plugin.report.page_data import ComparedModel, PageData
-from cdc_plugin.report.run_page import render_comparison, render_page, write_comparison, write_page
-from cdc_plugin.report.tables import before_after_table, side_by_side_table
-from cdc_plugin.report.words import TITLES, cluster_words, headline, outlier_words, percent, shorten
+from cdc_plugin.report.run_page import page_of_run, render_page, write_page
+from cdc_plugin.report.words import outlier_words, percent
 
 VOID = {"meta", "link", "img", "br", "hr"}
 SCORES = {"AUROC": 0.9, "FPR95": 0.2, "AUPR": 0.8}
@@ -216,88 +215,14 @@ def test_a_broken_promise_is_called_one(findings):
     assert "not kept" not in page_of(findings).text
 
 
-@pytest.mark.parametrize(
-    ("confidence", "said"),
-    [
-        ([0.99, 0.97], "All 2 images can be used at 95 % expected accuracy; over all images 98.0 % is expected."),
-        ([0.99, 0.93, 0.3], "2 of 3 images (66.7 %) can be used at 95 %"),
-        ([0.99, 0.3, 0.3], "Only 1 of 3 images (33.3 % of them) can be used"),
-        ([0.5, 0.25], "None of the 2 images can be used at 95 % expected accuracy: the surest one has 50.0 %"),
-        ([0.95], "The only image can be used"),
-    ],
-)
-def test_the_headline_says_plainly_how_many_images_can_be_used(confidence, said):
-    assert said in headline(np.array(confidence)).replace("\u00a0", " ")
-
-
-def test_the_headline_counts_the_largest_set_that_keeps_the_mean():
-    confidence = np.random.default_rng(0).beta(5, 1, 300)
-    ordered = sorted(confidence, reverse=True)
-    count = max(size for size in range(1, 301) if sum(ordered[:size]) / size >= 0.95)
-    assert f"{count} of 300" in headline(confidence).replace("\u00a0", " ")
-
-
-def test_the_better_figure_is_marked_by_a_sign_and_equals_are_not():
-    before, after = (
-        {"ACC": 0.9, "ECE": 0.1, "NMI": 0.5, "CONF": 0.2},
-        {"ACC": 0.8, "ECE": 0.05, "NMI": 0.50001, "CONF": 1},
-    )
-    table = before_after_table([("head", before, after)])
-    marks = {measure.key: [cell.better for cell in cells] for measure, cells in table.rows}
-    assert marks == {"ACC": [True, False], "ECE": [False, True], "NMI": [False, False], "CONF": [False, False]}
-
-
 def test_the_mark_can_be_seen_without_colour(findings):
     assert f"✓ {percent(findings.rows[0][2]['ECE'])}".replace("\u00a0", " ") in page_of(findings).text
-
-
-def test_unknown_figures_are_dashes_and_rows_that_nobody_has_are_left_out():
-    table = before_after_table([("k-means", {"ACC": 0.5, "ECE": None}, None), ("head", {"ECE": 0.1}, {"ECE": 0.2})])
-    assert [column.parts for column in table.columns] == [[""], ["before", "after"]]
-    assert [(measure.key, [cell.words for cell in cells]) for measure, cells in table.rows] == [
-        ("ACC", ["50.0\u00a0%", "–", "–"]),
-        ("ECE", ["–", "10.0\u00a0%", "20.0\u00a0%"]),
-    ]
-
-
-def test_side_by_side_marks_the_best_of_all_models():
-    table = side_by_side_table([("a", [("h", {"ACC": 0.5}), ("i", {"ACC": 0.7})]), ("b", [("h", {"ACC": 0.7})])])
-    [(_, cells)] = table.rows
-    assert [cell.better for cell in cells] == [False, True, True]
-
-
-def test_outside_scores_are_compared_within_one_data_set():
-    entry = {
-        "data": "a",
-        "images": 1000,
-        "scores": {"model": SCORES, "distance": {**SCORES, "FPR95": 0.1, "AUPR": None}},
-    }
-    rows = outside_rows([("m", [entry, {**entry, "data": "b", "scores": {"model": SCORES}}])])
-    assert [(row.data, row.images, row.score) for row in rows] == [
-        ("a", "1,000", TITLES["model"]),
-        ("a", "1,000", "distance"),
-        ("b", "1,000", TITLES["model"]),
-    ]
-    assert [[cell.better for cell in row.cells] for row in rows] == [[False] * 3, [False, True, False], [False] * 3]
-    assert rows[1].cells[2].words == "–"
 
 
 def test_flagged_outliers_are_counted(findings):
     table = add_column(findings.table, "outlier", np.arange(200) < 5)
     assert "5 of 200 images (2.5 %)" in page_of(replace(findings, table=table, outside=[])).text
     assert outlier_words(findings.table) is None
-
-
-def test_clusters_that_stand_out_are_named():
-    words = cluster_words([3, 0, 9], [0.5, None, 0.75]).replace("\u00a0", " ")
-    assert "largest is 2 with 9 images, the smallest 0 with 3" in words
-    assert "least sure is 0 with 50.0 %" in words
-    assert "1 cluster is empty: 1." in words
-
-
-def test_long_text_keeps_its_beginning_and_its_end():
-    assert shorten("abcdefghij", 7) == "ab…ghij"
-    assert shorten("abc", 3) == "abc"
 
 
 def test_models_side_by_side(findings, tmp_path):
@@ -336,3 +261,33 @@ def contrast(first: str, second: str) -> float:
 
     low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
+
+
+PROBS = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
+OLD = {"writer": "SCAN", "clusters": 2, "CONF": 0.99, "agreement_before": 1.0, "agreement_after": 0.9}
+
+
+def run_of(old_model=None) -> PageData:
+    heads = {"kmeans": {}, "clustering_head": {"CONF": 0.9}, "calibration_head": {"CONF": 0.8}}
+    images = ImageSet(np.zeros((3, 8, 8, 3), np.uint8), ["a", "b", "c"], skipped=[("d", "broken")], source="photos")
+    measured = {"before": heads, "after": heads, "old_model": old_model, "label_free": {}}
+    metrics = run_record(images, clusters=2, epochs=2, seed=0, seconds=3.0, **measured)
+    table = build_prediction_table(images.names, PROBS, PROBS)
+    history = [{"epoch": 1, "seconds": 60.0}, {"epoch": 2, "seconds": 65.2}]
+    return page_of_run(metrics, table, PROBS, images, history, backbone="moco.pth", settings="", command=None)
+
+
+def test_the_facts_count_all_epochs_and_what_could_not_be_read():
+    facts = dict(run_of().facts)
+    assert facts["images"] == "3 from photos, 1 could not be read"
+    assert facts["training"] == "2 epochs, seed 0, 2 min 05 s"
+    assert facts["labels"] == "none"
+
+
+def test_an_old_model_comes_before_everything():
+    plain, retrofit = run_of(), run_of(OLD)
+    assert [title for title, _, _ in plain.rows] == ["k-means on the features", "clustering head", "calibration head"]
+    assert retrofit.rows[0] == ("old model (SCAN)", OLD, None)
+    assert retrofit.rows[1:] == plain.rows
+    assert retrofit.diagrams[0] == ("Old model", OLD)
+    assert len(plain.diagrams) == 3

@@ -7,10 +7,17 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from cdc_plugin.report.charts.clusters import cluster_chart, cluster_means
-from cdc_plugin.report.charts.confidence import caution_chart, reliability_diagram, right_wrong_histogram
-from cdc_plugin.report.charts.svg import Frame, round_ticks, tag
-from cdc_plugin.report.charts.training import training_charts
+from cdc_plugin.report.charts import (
+    Frame,
+    caution_chart,
+    cluster_chart,
+    cluster_means,
+    reliability_diagram,
+    right_wrong_histogram,
+    round_ticks,
+    tag,
+    training_charts,
+)
 
 
 def elements(drawing: str, name: str, class_: str | None = None) -> list[ElementTree.Element]:

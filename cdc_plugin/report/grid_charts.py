@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from cdc_plugin.metrics.over_seeds import OURS, Row, Value, deviation_words, mean_words, row_names
-from cdc_plugin.report.charts.svg import Frame, chart, join, line, rectangle, round_ticks, tag, text
+from cdc_plugin.report.charts import Frame, chart, join, line, rectangle, round_ticks, tag, text
 from cdc_plugin.report.words import DASH, shorten
 
 WIDTH, LEFT, PLOT_WIDTH, STEP, TOP = 320.0, 134.0, 172.0, 19.0, 6.0

@@ -1,0 +1,479 @@
+"""What a page shows of the images: each cluster by examples, clusters that are confused, images to look at first.
+
+Labels decide nothing here: they name clusters and say how many images are right. Which images are shown is a pure
+function of the predictions, and all orders are deterministic. Pictures are inside the page itself, as data URIs, within
+a number of bytes that is fixed beforehand.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from cdc_plugin.data.images import ImageSet
+from cdc_plugin.metrics import correct_samples, match_clusters
+from cdc_plugin.report.page_data import PageData
+from cdc_plugin.report.words import percent
+
+Integers = NDArray[np.int64]
+Reals = NDArray[np.floating]
+
+SURE = 0.995  # reads as 100 %: nothing to doubt
+LEAST_SECOND = 0.05  # probability of the second cluster from which an image can be borderline
+TIE = 3  # confidences that agree to so many decimals are equally typical
+PATIENCE = 8  # looks at so many candidates for every picture before near-duplicates are taken after all
+SAME_PICTURE = 4.0  # mean difference of two fingerprints in grey levels; nearest strangers lie at 6 and more
+PAIR_SHARE = 0.01  # of the images of both clusters
+
+CARDS_SHARE, PAIRS_SHARE, LOOK_SHARE = 0.76, 0.12, 0.12  # of the bytes of all pictures
+PICTURES = 1200  # on the cards of all clusters together, before every cluster has few
+FEW, MANY = 4, 12  # pictures of one kind on a card
+EXAMPLES = 4  # pictures from each side of a pair
+UNSURE = 0.8  # confidence below which an image may repay a look
+TORN = 0.25  # probability of a second cluster that tears an image between two
+DROP = 0.2  # by which the calibrated confidence falls below that of the clustering head
+
+BUDGET = 4_500_000  # bytes of all pictures of a page; a third more as base64, so that a page stays below 8 MB
+LEAST_BYTES = 900  # below this a thumbnail of a photograph shows nothing
+LARGEST_SIDE, SMALLEST_SIDE = 96, 32
+QUALITIES = (85, 70, 50, 30)
+HEADER_BYTES, BYTES_PER_PIXEL = 350, 0.37  # of photographs as JPEG of the first quality
+FINGERPRINT_SIDE = 8
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A small picture: ``uri`` is its content, ``name`` that of the image, ``caption`` what to say below it."""
+
+    uri: str
+    name: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class ThumbnailSize:
+    """Longer side in pixels, and the bytes that one picture may take."""
+
+    side: int
+    most_bytes: int
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Images that show what a cluster is, by index and best example first; none is in two lists."""
+
+    typical: list[int]
+    borderline: list[int]
+    doubtful: list[int]
+
+
+@dataclass(frozen=True)
+class ClusterCard:
+    """One cluster: its mean confidence (0 if empty), the class it stands for where labels exist, and its pictures."""
+
+    number: int
+    size: int
+    confidence: float
+    class_name: str | None
+    accuracy: float | None
+    typical: list[Thumbnail]
+    borderline: list[Thumbnail]
+    doubtful: list[Thumbnail]
+
+
+@dataclass(frozen=True)
+class ConfusedPair:
+    """Two clusters, how many images of the two are expected in the wrong one, and those likeliest to be."""
+
+    first: int
+    second: int
+    images: float
+    examples: list[Thumbnail]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A reason to look at images: which, the more pressing the higher their score, and what to say of one."""
+
+    candidates: Integers
+    score: Reals
+    say: Callable[[int], str]
+
+
+def cluster_cards(findings: PageData, budget: int = BUDGET) -> list[ClusterCard]:
+    """One card a cluster, in order of number; an empty cluster has no pictures.
+
+    Args:
+        budget: bytes of all pictures of the page, of which the cards take about three quarters. Where there are more
+            clusters than that has room for, the largest have pictures.
+    """
+    table, clusters = findings.table, findings.probs.shape[1]
+    cluster, confidence = table["cluster"], table["confidence"]
+    second, second_confidence = table["second_cluster"], _second_confidence(findings)
+    sizes = np.bincount(cluster, minlength=clusters)
+    share = int(CARDS_SHARE * budget)
+    count = pictures_of_a_kind(int((sizes > 0).sum()), share)
+    chosen = choose_examples(
+        cluster,
+        confidence,
+        second_confidence,
+        clusters,
+        count,
+        distance=_column(findings, "distance"),
+        fingerprint=lambda index: fingerprint(np.asarray(findings.images.images[index])),
+    )
+    largest = np.argsort(-sizes, kind="stable")[: share // (3 * count * LEAST_BYTES)]
+    size = size_within(share, 3 * count * int((sizes[largest] > 0).sum()))
+
+    def own(index: int) -> str:
+        return _chance(confidence[index])
+
+    def both(index: int) -> str:
+        return f"{own(index)} here, {_chance(second_confidence[index])} cluster {second[index]}"
+
+    def show(indices: list[int], say: Callable[[int], str]) -> list[Thumbnail]:
+        return make_thumbnails(findings.images, indices, [say(index) for index in indices], size)
+
+    names, accuracies = class_of_clusters(findings)
+    means = np.bincount(cluster, weights=confidence, minlength=clusters) / np.maximum(sizes, 1)
+    illustrated = set(largest.tolist())
+    cards = []
+    for number in range(clusters):
+        examples = chosen[number] if number in illustrated else Examples([], [], [])
+        cards.append(
+            ClusterCard(
+                number,
+                int(sizes[number]),
+                float(means[number]),
+                names[number],
+                accuracies[number],
+                show(examples.typical, own),
+                show(examples.borderline, both),
+                show(examples.doubtful, own),
+            )
+        )
+    return cards
+
+
+def confused_pairs(findings: PageData, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
+    """Pairs of clusters by the number of images expected in the wrong one of the two, most first.
+
+    That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Pairs below one
+    image or below 1 % of the images of both clusters are left out.
+    """
+    cluster, probs = findings.table["cluster"], findings.probs
+    sizes = np.bincount(cluster, minlength=probs.shape[1])
+    pairs = rank_pairs(confusion(cluster, probs), sizes, limit)
+    size = size_within(int(PAIRS_SHARE * budget), 2 * EXAMPLES * len(pairs))
+    found = []
+    for first, second, images in pairs:
+        examples: list[int] = []
+        for own, other in ((first, second), (second, first)):
+            members = np.flatnonzero(cluster == own)
+            likeliest = np.argsort(-probs[members, other], kind="stable")[:EXAMPLES]
+            examples += members[likeliest].tolist()
+        captions = [
+            f"{_chance(probs[i, first])} cluster {first}, {_chance(probs[i, second])} cluster {second}"
+            for i in examples
+        ]
+        found.append(ConfusedPair(first, second, images, make_thumbnails(findings.images, examples, captions, size)))
+    return found
+
+
+def look_first(findings: PageData, limit: int = 48, budget: int = BUDGET) -> list[tuple[Thumbnail, str]]:
+    """Images that repay a look, and why: reasons in turn, clusters in turn within a reason, no image twice."""
+    reasons = reasons_to_look(findings)
+    cluster = findings.table["cluster"]
+    orders = [spread_over_clusters(reason.candidates, reason.score, cluster) for reason in reasons]
+    chosen = take_turns(orders, limit, limit)
+    why = {index: reason.say(index) for reason, indices in zip(reasons, chosen, strict=True) for index in indices}
+    turns = sorted((turn, kind, index) for kind, indices in enumerate(chosen) for turn, index in enumerate(indices))
+    shown = [index for _, _, index in turns]
+    size = size_within(int(LOOK_SHARE * budget), len(shown))
+    captions = [f"cluster {cluster[index]}, {_chance(findings.table['confidence'][index])}" for index in shown]
+    thumbnails = make_thumbnails(findings.images, shown, captions, size)
+    return [(thumbnail, why[index]) for thumbnail, index in zip(thumbnails, shown, strict=True)]
+
+
+def reasons_to_look(findings: PageData) -> list[Reason]:
+    """Four reasons: outliers, images torn between two clusters, those that calibration doubts, and the least sure."""
+    table = findings.table
+    cluster, confidence = table["cluster"], table["confidence"]
+    second, second_confidence = table["second_cluster"], _second_confidence(findings)
+    before = table["clustering_confidence"]
+    drop = before - confidence
+    outlier, distance = _column(findings, "outlier"), _column(findings, "distance")
+    outside = np.zeros(len(table), dtype=bool) if outlier is None else outlier.astype(bool)
+    return [
+        Reason(
+            np.flatnonzero(outside),
+            np.zeros(len(table)) if distance is None else distance,
+            lambda index: "far from what is typical of any cluster",
+        ),
+        Reason(
+            np.flatnonzero(second_confidence >= TORN),
+            second_confidence - confidence,
+            lambda index: (
+                f"torn between cluster {cluster[index]} ({_chance(confidence[index])}) "
+                f"and cluster {second[index]} ({_chance(second_confidence[index])})"
+            ),
+        ),
+        Reason(
+            np.flatnonzero(drop >= DROP),
+            drop,
+            lambda index: (
+                f"the clustering head is {_chance(before[index])} sure, "
+                f"after calibration {_chance(confidence[index])} remain"
+            ),
+        ),
+        Reason(
+            np.flatnonzero(confidence < UNSURE),
+            -confidence,
+            lambda index: (
+                f"among the least sure of cluster {cluster[index]}; "
+                f"cluster {second[index]} comes next with {_chance(second_confidence[index])}"
+            ),
+        ),
+    ]
+
+
+def class_of_clusters(findings: PageData) -> tuple[list[str | None], list[float | None]]:
+    """For every cluster the name of the class that it stands for, and the share of its images that are of it.
+
+    None without labels, and for a cluster that is empty or is left without a class.
+    """
+    clusters, labels, known = findings.probs.shape[1], findings.images.labels, findings.images.class_names or []
+    if labels is None:
+        return [None] * clusters, [None] * clusters
+    cluster = findings.table["cluster"]
+    sizes = np.bincount(cluster, minlength=clusters)
+    right = np.bincount(cluster, weights=correct_samples(cluster, labels, clusters), minlength=clusters)
+    names: list[str | None] = []
+    accuracies: list[float | None] = []
+    for label, size, correct in zip(match_clusters(cluster, labels, clusters), sizes, right, strict=True):
+        matched = size > 0 and (label >= 0 or correct > 0)
+        names.append((known[label] if 0 <= label < len(known) else f"class {label}") if matched else None)
+        accuracies.append(float(correct / size) if matched else None)
+    return names, accuracies
+
+
+def pictures_of_a_kind(clusters: int, budget: int) -> int:
+    """How many typical images a card shows (and as many borderline and doubtful ones): 12 down to 1."""
+    kinds = 3 * max(clusters, 1)
+    affordable = budget // (kinds * LEAST_BYTES)
+    return max(min(MANY, max(PICTURES // kinds, FEW), affordable), 1)
+
+
+def _column(findings: PageData, name: str) -> NDArray[Any] | None:
+    return findings.table[name] if name in (findings.table.dtype.names or ()) else None
+
+
+def _second_confidence(findings: PageData) -> Reals:
+    return findings.probs[np.arange(len(findings.table)), findings.table["second_cluster"]]
+
+
+def _chance(probability: float) -> str:
+    """A probability in whole per cent that reads as 100 % or 0 % only where it is."""
+    if SURE <= probability < 1:
+        return f"over {percent(0.99, 0)}"
+    if 0 < probability < 1 - SURE:
+        return f"under {percent(0.01, 0)}"
+    return percent(float(probability), 0)
+
+
+def choose_examples(
+    cluster: Integers,
+    confidence: Reals,
+    second_confidence: Reals,
+    clusters: int,
+    count: int,
+    *,
+    distance: Reals | None = None,
+    fingerprint: Callable[[int], Reals] | None = None,
+) -> list[Examples]:
+    """For every cluster, up to ``count`` images of each kind.
+
+    Typical are those with the highest confidence; equal ones go by ``distance`` or, without, from all over the data.
+    Borderline have the smallest margin before a second cluster of at least 5 %, doubtful the lowest confidence of
+    those that do not read as 100 %. Of a small cluster the two take no more than two thirds, in turn.
+
+    Args:
+        cluster, confidence, second_confidence, distance: (N,) each.
+        fingerprint: of an image, by index; typical images whose fingerprints agree are near-duplicates, and further
+            ones are taken only where there is nothing else.
+    """
+    ties = spread(len(cluster)) if distance is None else distance
+    typical = _by_cluster(np.lexsort((ties, -np.round(confidence, TIE), cluster)), cluster, clusters)
+    by_margin, by_confidence = np.lexsort((confidence - second_confidence, cluster)), np.lexsort((confidence, cluster))
+    borderline = _by_cluster(by_margin[second_confidence[by_margin] >= LEAST_SECOND], cluster, clusters)
+    doubtful = _by_cluster(by_confidence[confidence[by_confidence] < SURE], cluster, clusters)
+    chosen = []
+    for number in range(clusters):
+        most = min(2 * count, 2 * len(typical[number]) // 3)
+        between, lowest = take_turns([borderline[number], doubtful[number]], most, count)
+        taken = {*between, *lowest}
+        rest = (int(index) for index in typical[number] if index not in taken)
+        chosen.append(Examples(_distinct(rest, count, fingerprint), between, lowest))
+    return chosen
+
+
+def confusion(cluster: Integers, probs: NDArray[np.float32]) -> NDArray[np.float64]:
+    """(C, C) expected number of images of each cluster (row) that belong to each other one (column)."""
+    clusters = probs.shape[1]
+    rows = _by_cluster(np.argsort(cluster, kind="stable"), cluster, clusters)
+    return np.stack([probs[members].sum(axis=0, dtype=np.float64) for members in rows])
+
+
+def rank_pairs(expected: NDArray[np.float64], sizes: Integers, limit: int) -> list[tuple[int, int, float]]:
+    """Pairs of clusters (first < second) and how many images are expected to be in the wrong one of the two.
+
+    Most images first. A pair is left out below one image, and below 1 % of the images of both clusters: every
+    softmax gives a little to every cluster.
+
+    Args:
+        expected: (C, C) of `confusion`.
+        sizes: (C,) images in each cluster.
+    """
+    first, second = np.triu_indices(len(sizes), k=1)
+    images = expected[first, second] + expected[second, first]
+    shown = images >= np.maximum(1.0, PAIR_SHARE * (sizes[first] + sizes[second]))
+    order = np.flatnonzero(shown)
+    order = order[np.argsort(-images[order], kind="stable")][:limit]
+    return [(int(first[i]), int(second[i]), float(images[i])) for i in order]
+
+
+def spread_over_clusters(candidates: Integers, score: Reals, cluster: Integers) -> Integers:
+    """Candidates by falling score, but the best of every cluster before the second best of any.
+
+    Args:
+        candidates: (M,) indices of images.
+        score, cluster: (N,) of all images.
+    """
+    own = cluster[candidates]
+    order = np.lexsort((-score[candidates], own))
+    starts = np.searchsorted(own[order], own[order])  # where the run of the same cluster begins
+    rank = np.arange(len(order)) - starts
+    ordered = candidates[order]
+    return ordered[np.lexsort((-score[ordered], rank))]
+
+
+def take_turns(orders: Sequence[Iterable[int]], limit: int, each: int) -> list[list[int]]:
+    """Every order in turn takes its next image that none has taken, until ``limit`` in all or ``each`` of one."""
+    waiting: list[Iterator[int]] = [iter(order) for order in orders]
+    chosen: list[list[int]] = [[] for _ in orders]
+    taken: set[int] = set()
+    open_orders = list(range(len(orders)))
+    while open_orders and len(taken) < limit:
+        for turn in list(open_orders):
+            found = next((int(index) for index in waiting[turn] if int(index) not in taken), None)
+            if found is not None and len(taken) < limit:
+                chosen[turn].append(found)
+                taken.add(found)
+            if found is None or len(chosen[turn]) == each:
+                open_orders.remove(turn)
+    return chosen
+
+
+def spread(count: int) -> Reals:
+    """(count,) keys whose order jumps all over the data, so that equals do not all come from its beginning."""
+    return np.arange(count) * 0.6180339887498949 % 1.0
+
+
+def _by_cluster(order: Integers, cluster: Integers, clusters: int) -> list[Integers]:
+    """Indices that are sorted by cluster, cut into one part a cluster."""
+    return np.split(order, np.searchsorted(cluster[order], np.arange(1, clusters)))
+
+
+def _distinct(candidates: Iterable[int], count: int, fingerprint: Callable[[int], Reals] | None) -> list[int]:
+    """The first ``count`` candidates that do not look like one before; the first that do where these run out."""
+    chosen: list[int] = []
+    alike: list[int] = []
+    seen: list[Reals] = []
+    for looked_at, index in enumerate(candidates):
+        if len(chosen) == count or looked_at >= PATIENCE * count:
+            break
+        if fingerprint is not None:
+            look = fingerprint(index)
+            if any(np.abs(look - other).mean() < SAME_PICTURE for other in seen):
+                alike.append(index)
+                continue
+            seen.append(look)
+        chosen.append(index)
+    return chosen + alike[: count - len(chosen)]
+
+
+def size_within(budget: int, count: int) -> ThumbnailSize:
+    """The largest size at which ``count`` pictures fit into ``budget`` bytes: 32 to 96 pixels, in steps of 8."""
+    most_bytes = budget // max(count, 1)
+    side = int(np.sqrt(max(most_bytes - HEADER_BYTES, 0) / BYTES_PER_PIXEL)) // 8 * 8
+    return ThumbnailSize(min(max(side, SMALLEST_SIDE), LARGEST_SIDE), most_bytes)
+
+
+def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
+    """One image (H, W, 3) as JPEG that keeps its shape and is never enlarged.
+
+    Images of up to 32 pixels keep every pixel: the page enlarges them. Quality gives way before size where an image
+    would take more than its bytes.
+    """
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    side = min(max(image.size), size.side)
+    while True:
+        small = _without_colour_if_grey(_shrink(image, side))
+        for quality in QUALITIES:
+            data = _jpeg(small, quality)
+            if len(data) <= size.most_bytes:
+                return data
+        if side <= FINGERPRINT_SIDE:
+            return data
+        side = max(side * 3 // 4, FINGERPRINT_SIDE)
+
+
+def make_thumbnails(
+    images: ImageSet, indices: Sequence[int], captions: Sequence[str], size: ThumbnailSize
+) -> list[Thumbnail]:
+    """One thumbnail for every index; an image that comes up again is read and encoded once.
+
+    Images are read one at a time, so that a memory map on disk stays there.
+    """
+    uris: dict[int, str] = {}
+    for index in sorted(set(indices)):
+        data = encode(np.asarray(images.images[index]), size)
+        uris[index] = "data:image/jpeg;base64," + base64.b64encode(data).decode("ascii")
+    return [
+        Thumbnail(uris[index], images.names[index], caption) for index, caption in zip(indices, captions, strict=True)
+    ]
+
+
+def fingerprint(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The brightness of an image (H, W, 3) on 8 x 8 fields, (64,): what two copies of one picture share."""
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    fields = image.resize((FINGERPRINT_SIDE, FINGERPRINT_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
+    return np.asarray(fields.convert("L"), dtype=np.float32).ravel()
+
+
+def _shrink(image: Image.Image, side: int) -> Image.Image:
+    longer = max(image.size)
+    if side >= longer:
+        return image
+    width, height = (max(round(length * side / longer), 1) for length in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2.0)
+
+
+def _without_colour_if_grey(image: Image.Image) -> Image.Image:
+    pixels = np.asarray(image)
+    return Image.fromarray(pixels[:, :, 0].copy()) if (pixels == pixels[:, :, :1]).all() else image
+
+
+def _jpeg(image: Image.Image, quality: int) -> bytes:
+    stream = io.BytesIO()
+    # Pixels that are shown enlarged keep their own colour each; elsewhere the eye does not see the difference.
+    subsampling = 0 if max(image.size) <= SMALLEST_SIDE else 2
+    image.save(stream, "JPEG", quality=quality, optimize=True, subsampling=subsampling)
+    return stream.getvalue()
