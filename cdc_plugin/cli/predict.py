@@ -152,7 +152,7 @@ def _check(options: argparse.Namespace) -> None:
         return
     from cdc_plugin.evaluation import writers as outputs
 
-    options.to = outputs.check(options.to, out, options.overwrite)
+    options.to = outputs.choose_format(options.to, out, options.overwrite)
     outputs.check_source(options.to, options.data, out)
 
 
@@ -174,16 +174,14 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
     out = Path(options.out)
     # Among the parts, where there are some: what a process that is killed meanwhile leaves goes with them.
     among_parts = options.to in ("csv", "parquet") and folder.is_dir()
-    files = outputs.write_parts(
-        options.to, folder / out.name if among_parts else out, found.tables(**more), options.data
-    )
+    files = outputs.write(options.to, folder / out.name if among_parts else out, found.tables(**more), options.data)
     if among_parts:
         files = [files[0].replace(out)]
     count = len(found.confidence)
     sorted_images = f"{count:,} image{'s' if count > 1 else ''}"
     mean = _percent(found.confidence.mean())
     print(f"{sorted_images}, mean confidence {mean}: {', '.join(map(str, files))}")
-    advice = outputs.advice(options.to, out, options.data)
+    advice = outputs.explain_import(options.to, out, options.data)
     if advice is not None:
         print(advice)
 

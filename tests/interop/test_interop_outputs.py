@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cdc_plugin.evaluation import writers as outputs
+from cdc_plugin.evaluation import writers
 
 NAMES = ["a.jpg", "sub/a.jpg", 'sub/comma, "quotes" & <angle>\'.png', "sub/100%#?+.png", "日本/写真 Ä.jpg"]
 CLUSTERS = [3, 0, 3, 11, 1]
@@ -41,7 +41,7 @@ def table() -> np.recarray:
 
 def test_label_studio_accepts_interface_tasks_and_predictions(tmp_path, images, table):
     interface = pytest.importorskip("label_studio_sdk.label_interface")
-    outputs.write("label-studio", tmp_path / "p.json", table, images)
+    writers.write("label-studio", tmp_path / "p.json", [table], images)
     labelling = interface.LabelInterface((tmp_path / "p.xml").read_text("utf-8"))
     labelling.validate()
     tasks = json.loads((tmp_path / "p.json").read_text("utf-8"))
@@ -56,7 +56,7 @@ def test_label_studio_accepts_interface_tasks_and_predictions(tmp_path, images, 
 
 def test_fiftyone_imports_labels_confidences_and_attributes(tmp_path, images, table):
     importers = pytest.importorskip("fiftyone.utils.data.importers")
-    outputs.write("fiftyone", tmp_path / "p.json", table, images)
+    writers.write("fiftyone", tmp_path / "p.json", [table], images)
     # What ``Dataset.from_dir`` reads with; a whole data set would need its data base server.
     importer = importers.FiftyOneImageClassificationDatasetImporter(labels_path=str(tmp_path / "p.json"))
     with importer:
@@ -71,7 +71,7 @@ def test_datumaro_reads_the_cvat_xml(tmp_path, images, table):
     datumaro = pytest.importorskip("datumaro")
     (tmp_path / "cvat").mkdir()
     (tmp_path / "cvat" / "images").symlink_to(images)
-    outputs.write("cvat", tmp_path / "cvat" / "p.xml", table, images)
+    writers.write("cvat", tmp_path / "cvat" / "p.xml", [table], images)
     dataset = datumaro.Dataset.import_from(str(tmp_path / "cvat"), "cvat")
     labels = dataset.categories()[datumaro.AnnotationType.label]
     found = {item.id: item.annotations for item in dataset}
@@ -85,7 +85,7 @@ def test_datumaro_reads_the_cvat_xml(tmp_path, images, table):
 def test_parquet_opens_in_other_libraries(tmp_path, images, table, reader):
     pytest.importorskip("pyarrow")
     library = pytest.importorskip(reader)
-    outputs.write("parquet", tmp_path / "p.parquet", table, images)
+    writers.write("parquet", tmp_path / "p.parquet", [table], images)
     if reader == "duckdb":
         rows = library.sql(f"select path, cluster from '{tmp_path / 'p.parquet'}' where selected").fetchall()
     else:

@@ -1,9 +1,9 @@
-"""One folder of links a cluster, to look through with any file browser; images are never moved, copied or changed.
+"""One folder of links per cluster, for any file browser; images are never moved, copied or changed.
 
-OUT/links.csv              every link and its row of the table
+OUT/links.csv              every link with its row of the table
 OUT/cluster 03/            links to its images
-OUT/cluster 03/unsure/     those that were not selected, where the table says so
-OUT/outliers/              those unlike anything the model was refined on, where the table says so
+OUT/cluster 03/unsure/     those not selected, if the table has that column
+OUT/outliers/              those unlike the images of the run, if the table has that column
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from pathlib import Path
 
 import numpy as np
 
-from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.writers.names import cluster_names
+from cdc_plugin.errors import OutputError
+from cdc_plugin.evaluation.writers.names import name_clusters
 
 LINKS = "links.csv"
 OUTLIERS, UNSURE = "outliers", "unsure"
-# What a file system or an operating system answers that has no such links, or not to there.
+# Errors of a file system or an operating system that does not support such a link.
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EINVAL)
 
 
 def check_folder(out: Path, overwrite: bool) -> None:
-    """A new or empty folder, or with ``overwrite`` one that holds nothing but what an earlier export made."""
+    """Refuse anything but a new or empty folder, or with ``overwrite`` one that holds only an earlier export."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UserError(f"--out {out} is a file or a link; --to folders takes the path of a new folder")
+        raise OutputError(f"--out {out} is a file or a link; --to folders takes the path of a new folder")
     if out.suffix.lower() in (".csv", ".parquet", ".json", ".xml"):
-        raise UserError(f"--to folders takes the path of a folder, such as --out {out.stem}; found {out.name}")
+        raise OutputError(f"--to folders takes the path of a folder, such as --out {out.stem}; found {out.name}")
     if not out.is_dir():
         return
     if not overwrite and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; give another --out, or --overwrite to replace an earlier export there")
-    foreign = next(_foreign(out), None)
+        raise OutputError(f"{out} is not empty; give another --out, or --overwrite to replace an earlier export there")
+    foreign = next(_find_foreign(out), None)
     if foreign is not None:
-        raise UserError(
+        raise OutputError(
             f"{out} holds {foreign.relative_to(out)}, which no export made (or which was moved since); --overwrite "
-            "replaces links of an earlier export only: give another --out"
+            "replaces only links of an earlier export: give another --out"
         )
 
 
 def check_links(out: Path, folder: Path) -> None:
-    """Refuse a place that can hold no links to the images, and one among the images themselves."""
+    """Refuse an output that cannot hold links to the images, or that lies among the images themselves."""
     from cdc_plugin.data.sources.folder import list_images
 
     target, images = Path(os.path.realpath(out)), Path(os.path.realpath(folder))
     if images in (target, *target.parents):
-        raise UserError(
-            f"{out} lies in the folder of the images, where links would be taken for more images; give another --out"
+        raise OutputError(
+            f"{out} lies in the folder of the images, where links would count as more images; give another --out"
         )
     trial = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
     try:
-        _make_links(trial, ["trial/link"], list_images(images)[:1], images, target)
+        _create_links(trial, ["trial/link"], list_images(images)[:1], images, target)
     finally:
         shutil.rmtree(trial)
 
 
 def write(out: Path, table: np.recarray, folder: Path) -> list[Path]:
-    """Make all links in a folder beside ``out`` and rename it, so that there is a whole export or none."""
+    """Create all links in a folder beside ``out`` and rename it, so that the export is complete or absent."""
     from cdc_plugin.evaluation.prediction_table import write_table
 
-    check_folder(out, overwrite=True)  # once more: predicting takes a while, in which people put things there
+    check_folder(out, overwrite=True)  # again: people may have put files there during the prediction
     target, images = Path(os.path.realpath(out)), Path(os.path.realpath(folder))
     paths = table["path"].tolist()
     try:
         fresh = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
         try:
-            links = list(_unique(_places(table), paths))
-            _make_links(fresh, links, paths, images, target)
+            links = list(_choose_links(_choose_folders(table), paths))
+            _create_links(fresh, links, paths, images, target)
             columns = table.dtype.names or ()
             listed = [np.array(links, dtype=object), *(table[column] for column in columns)]
             write_table(Path(fresh, LINKS), np.rec.fromarrays(listed, names=["link", *columns]))  # type: ignore[call-overload]
@@ -83,69 +83,69 @@ def write(out: Path, table: np.recarray, folder: Path) -> list[Path]:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}; give another --out") from error
+        raise OutputError(f"cannot write {out}: {error.strerror or error}; give another --out") from error
     return [out / LINKS]
 
 
-def _places(table: np.recarray) -> list[str]:
-    """The folder of each row, relative to the export."""
-    names = cluster_names(table)
-    places = [names[cluster] for cluster in table["cluster"].tolist()]
+def _choose_folders(table: np.recarray) -> list[str]:
+    """Return the folder of each row, relative to the export."""
+    names = name_clusters(table)
+    folders = [names[cluster] for cluster in table["cluster"].tolist()]
     columns = table.dtype.names or ()
     if "selected" in columns:
         selected = table["selected"].tolist()
-        places = [place if chosen else f"{place}/{UNSURE}" for place, chosen in zip(places, selected, strict=True)]
+        folders = [folder if keep else f"{folder}/{UNSURE}" for folder, keep in zip(folders, selected, strict=True)]
     if "outlier" in columns:
         outlier = table["outlier"].tolist()
-        places = [OUTLIERS if far else place for place, far in zip(places, outlier, strict=True)]
-    return places
+        folders = [OUTLIERS if far else folder for folder, far in zip(folders, outlier, strict=True)]
+    return folders
 
 
-def _unique(places: list[str], paths: list[str]) -> Iterator[str]:
-    """A link's path a row: the name of the image, numbered where its folder has one of that name already."""
+def _choose_links(folders: list[str], paths: list[str]) -> Iterator[str]:
+    """Yield a link per row: the name of the image, numbered where its folder already has that name."""
     taken: set[str] = set()
     counts: dict[str, int] = {}
-    for place, path in zip(places, paths, strict=True):
+    for folder, path in zip(folders, paths, strict=True):
         name = path.rsplit("/", 1)[-1]
-        link = f"{place}/{name}"
-        key = link.casefold()  # some file systems tell no case apart
+        link = f"{folder}/{name}"
+        key = link.casefold()  # some file systems ignore case
         stem, suffix = os.path.splitext(name)
         while link.casefold() in taken:
             counts[key] = counts.get(key, 1) + 1
-            link = f"{place}/{_shortened(stem, suffix, counts[key])}"
+            link = f"{folder}/{_number_name(stem, suffix, counts[key])}"
         taken.add(link.casefold())
         yield link
 
 
-def _shortened(stem: str, suffix: str, number: int) -> str:
-    """``stem (number)suffix`` within the 255 bytes that a name may have."""
+def _number_name(stem: str, suffix: str, number: int) -> str:
+    """Return ``stem (number)suffix``, shortened to the 255 bytes that a name may have."""
     room = 255 - len(os.fsencode(f" ({number}){suffix}"))
     while len(os.fsencode(stem)) > room:
         stem = stem[:-1]
     return f"{stem} ({number}){suffix}"
 
 
-def _make_links(root: str, links: list[str], paths: list[str], images: Path, target: Path) -> None:
-    """Make the links below ``root``, which will be renamed to ``target`` beside it."""
-    ways: dict[str, str] = {}
+def _create_links(root: str, links: list[str], paths: list[str], images: Path, target: Path) -> None:
+    """Create the links below ``root``, which will be renamed to ``target`` beside it."""
+    routes: dict[str, str] = {}
     for link, path in zip(links, paths, strict=True):
-        place = link.rpartition("/")[0]
-        if place not in ways:
-            os.makedirs(os.path.join(root, place), exist_ok=True)
-            ways[place] = _way(target / place, images)
-        _link(os.path.join(ways[place], path), os.path.join(images, path), os.path.join(root, link))
+        folder = link.rpartition("/")[0]
+        if folder not in routes:
+            os.makedirs(os.path.join(root, folder), exist_ok=True)
+            routes[folder] = _find_route(target / folder, images)
+        _create_link(os.path.join(routes[folder], path), os.path.join(images, path), os.path.join(root, link))
 
 
-def _way(start: Path, end: Path) -> str:
-    """A relative path, so that images and export can be moved together."""
+def _find_route(start: Path, end: Path) -> str:
+    """Return a relative path, so that images and export can be moved together."""
     try:
         return os.path.relpath(end, start)
     except ValueError:  # another drive
         return str(end)
 
 
-def _link(pointer: str, image: str, link: str) -> None:
-    """A symbolic link, or a hard link where there are none (Windows keeps them from ordinary users)."""
+def _create_link(pointer: str, image: str, link: str) -> None:
+    """Create a symbolic link, or a hard link where that fails (Windows denies them to ordinary users)."""
     try:
         os.symlink(pointer, link)
         return
@@ -157,8 +157,8 @@ def _link(pointer: str, image: str, link: str) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        raise UserError(
-            f"no links to {image} can be made there; give an --out on the disk that holds the images, or write a .csv"
+        raise OutputError(
+            f"cannot create a link to {image}; give an --out on the disk that holds the images, or write a .csv"
         ) from error
 
 
@@ -176,11 +176,11 @@ def _put_in_place(fresh: str, target: Path) -> None:
     _remove_export(aside)
 
 
-def _foreign(out: Path) -> Iterator[Path]:
-    """Everything that is not a link of the export that is listed there, and so may be somebody's only copy."""
-    listed = _listed(out)
+def _find_foreign(out: Path) -> Iterator[Path]:
+    """Yield everything that is not a listed link of the export, and so may be somebody's only copy."""
+    listed = _read_listed(out)
     for parent, folders, files in os.walk(out):
-        for name in sorted([*files, *(each for each in folders if os.path.islink(os.path.join(parent, each)))]):
+        for name in sorted([*files, *(folder for folder in folders if os.path.islink(os.path.join(parent, folder)))]):
             file = Path(parent, name)
             inside = file.relative_to(out).as_posix()
             is_link = file.is_symlink() or file.stat().st_nlink > 1
@@ -188,8 +188,8 @@ def _foreign(out: Path) -> Iterator[Path]:
                 yield file
 
 
-def _listed(out: Path) -> set[str]:
-    """What ``links.csv`` names, itself included; nothing where there is no such list."""
+def _read_listed(out: Path) -> set[str]:
+    """Return what ``links.csv`` lists, itself included; nothing where there is no such list."""
     try:
         with open(out / LINKS, encoding="utf-8", errors="surrogateescape", newline="") as file:
             rows = csv.reader(file)
@@ -201,8 +201,8 @@ def _listed(out: Path) -> set[str]:
 
 
 def _remove_export(folder: Path) -> None:
-    """Remove links, their list and folders left empty; whatever else got in there stays."""
-    foreign = set(_foreign(folder))
+    """Remove links, their list and empty folders; anything else stays."""
+    foreign = set(_find_foreign(folder))
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             if Path(parent, name) not in foreign:

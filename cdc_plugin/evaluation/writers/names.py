@@ -1,4 +1,4 @@
-"""Names and numbers as other tools take them: clusters, paths as proper Unicode, values of a row."""
+"""Names and values as other tools take them: clusters, paths as valid Unicode, rows as JSON values."""
 
 from __future__ import annotations
 
@@ -13,56 +13,64 @@ import numpy as np
 from cdc_plugin.data.atomic import write_atomically
 
 
-def image_folder(source: Path) -> Path:
-    """The absolute folder that names in the table are relative to; one image is named within its folder."""
-    return Path(os.path.abspath(source if source.is_dir() else source.parent))
+def find_image_folder(source: str | Path) -> Path:
+    """Return the absolute folder that names in the table are relative to; for a single image its parent."""
+    path = Path(source).expanduser()
+    return Path(os.path.abspath(path if path.is_dir() else path.parent))
 
 
-def cluster_names(table: np.recarray) -> list[str]:
-    """``cluster 00``, ``cluster 01`` and so on for every cluster up to the last that the table mentions."""
+def name_clusters(table: np.recarray) -> list[str]:
+    """Return ``cluster 00``, ``cluster 01`` and so on for every cluster up to the last in the table."""
     last = max((int(table[column].max()) for column in ("cluster", "second_cluster") if len(table)), default=-1)
     width = max(2, len(str(last)))  # so that names sort as numbers
     return [f"cluster {number:0{width}d}" for number in range(last + 1)]
 
 
-def unicode_name(name: str) -> str:
-    r"""A file name as text that any encoding takes: bytes that are not UTF-8 become ``\xff``."""
-    if name.isascii():
-        return name
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+def escape_name(name: str) -> str:
+    r"""Return a file name as valid Unicode: bytes that are not UTF-8 become ``\xff``.
+
+    >>> escape_name("caf\udce9.png")
+    'caf\\xe9.png'
+    """
+    return name if name.isascii() else name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def plain_columns(table: np.recarray, flag: type = int) -> dict[str, list[Any]]:
-    """All columns but the name as lists of JSON values: 6 decimals, None for what is no number.
+def convert_columns(table: np.recarray, flag: type = int) -> dict[str, list[Any]]:
+    """Return all columns but the name as lists of JSON values, with 6 decimals and None for NaN.
 
     Args:
-        flag: what yes and no are written as: ``int`` (1 and 0) or ``bool``.
+        flag: how true and false are written: as ``int`` (1 and 0) or as ``bool``.
     """
-    return {name: _plain(table[name], flag) for name in (table.dtype.names or ())[1:]}
+    return {name: _convert(table[name], flag) for name in (table.dtype.names or ())[1:]}
 
 
-def plain_rows(table: np.recarray, flag: type = int) -> Iterator[dict[str, Any]]:
-    """Each row of `plain_columns`."""
-    columns = plain_columns(table, flag)
+def convert_rows(table: np.recarray, flag: type = int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `convert_columns`."""
+    columns = convert_columns(table, flag)
     return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def write_entries(out: Path, opening: str, entries: Iterable[str], closing: str) -> None:
-    """A file of many entries, one a line with commas between them, without holding them all at once."""
+    """Write one entry per line with commas between them, without holding all of them in memory."""
 
-    def fill(temporary: Path) -> None:
+    def write(temporary: Path) -> None:
         with open(temporary, "w", encoding="utf-8", newline="\n") as file:
             file.write(opening)
-            comma = "\n"
+            separator = "\n"
             for entry in entries:
-                file.write(comma + entry)
-                comma = ",\n"
+                file.write(separator + entry)
+                separator = ",\n"
             file.write(closing)
 
-    write_atomically(out, fill)
+    write_atomically(out, write)
 
 
-def _plain(column: np.ndarray, flag: type) -> list[Any]:
+def write_text(out: Path, text: str) -> None:
+    """Write a text file atomically."""
+    write_atomically(out, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _convert(column: np.ndarray, flag: type) -> list[Any]:
     if column.dtype.kind == "b":
         return column.astype(flag).tolist()
     if column.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""Predictions as a Parquet file with proper types, for pandas, polars, DuckDB and Spark."""
+"""Predictions as a Parquet file with column types, for pandas, polars, DuckDB and Spark."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.evaluation.writers.names import unicode_name
+from cdc_plugin.evaluation.writers.names import escape_name
 
 ROWS = 131_072  # in a group, at least: small ones are slow to read
 FLAGS = ("trusted", "outlier", "selected")
 
 
 def write(out: Path, tables: Iterable[np.recarray]) -> list[Path]:
-    r"""Columns as in the CSV: paths are strings (bytes that are not UTF-8 as ``\xff``), an index is int64.
+    r"""Write the columns of the CSV; paths are strings (bytes that are not UTF-8 as ``\xff``), an index is int64.
 
     Args:
-        tables: at least one, all with the same columns; few of them are in memory at once.
+        tables: at least one, all with the same columns; few are in memory at once.
     """
     import pyarrow
     from pyarrow import parquet
 
-    def fill(temporary: Path) -> None:
+    def write_groups(temporary: Path) -> None:
         contents = (
-            pyarrow.table({name: _column(pyarrow, name, table[name]) for name in table.dtype.names or ()})
+            pyarrow.table({name: _convert(pyarrow, name, table[name]) for name in table.dtype.names or ()})
             for table in tables
         )
         group = [next(contents)]
@@ -38,13 +38,13 @@ def write(out: Path, tables: Iterable[np.recarray]) -> list[Path]:
                 group.append(content)
             writer.write_table(pyarrow.concat_tables(group))
 
-    write_atomically(out, fill)
+    write_atomically(out, write_groups)
     return [out]
 
 
-def _column(pyarrow: Any, name: str, values: np.ndarray) -> Any:
+def _convert(pyarrow: Any, name: str, values: np.ndarray) -> Any:
     if name == "path":
-        return pyarrow.array([unicode_name(value) for value in values.tolist()], pyarrow.string())
+        return pyarrow.array([escape_name(value) for value in values.tolist()], pyarrow.string())
     if name == "index":
         return pyarrow.array(values.astype(np.int64), pyarrow.int64())
     if name in FLAGS:

@@ -7,27 +7,27 @@ import numpy as np
 import pytest
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation import writers as outputs
+from cdc_plugin.evaluation import writers
 
 FILES = [("csv", "p.csv"), ("parquet", "p.parquet"), ("label-studio", "p.json"), ("fiftyone", "p.json")]
 
 
 def refusal(to, out, overwrite=False) -> str:
     with pytest.raises(UserError) as caught:
-        outputs.check(to, out, overwrite)
+        writers.choose_format(to, out, overwrite)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("to", "name"), [*FILES, ("cvat", "p.xml"), ("cvat", "p.csv"), ("folders", "sorted")])
 def test_a_named_format_is_taken(tmp_path, to, name):
-    assert outputs.check(to, tmp_path / name, overwrite=False) == to
+    assert writers.choose_format(to, tmp_path / name, overwrite=False) == to
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("name", "expected"), [("p.csv", "csv"), ("P.CSV", "csv"), ("p.parquet", "parquet")])
 def test_without_a_name_the_ending_tells_the_format(tmp_path, name, expected):
-    assert outputs.check(None, tmp_path / name, overwrite=False) == expected
+    assert writers.choose_format(None, tmp_path / name, overwrite=False) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_an_unknown_format_is_answered_with_the_known_ones(tmp_path):
     assert "csv, parquet, folders, label-studio, fiftyone, cvat; found 'excel'" in refusal("excel", tmp_path / "p.csv")
 
 
-@pytest.mark.parametrize("to", [to for to in outputs.FORMATS if to != "folders"])
+@pytest.mark.parametrize("to", [to for to in writers.FORMATS if to != "folders"])
 def test_the_wrong_ending_is_refused(tmp_path, to):
     assert "found p.doc" in refusal(to, tmp_path / "p.doc")
 
@@ -66,7 +66,7 @@ def test_a_missing_parent_folder_is_named(tmp_path, to, name):
 def test_an_existing_file_needs_overwrite(tmp_path, to, name):
     (tmp_path / name).write_text("mine")
     assert "--overwrite" in refusal(to, tmp_path / name)
-    assert outputs.check(to, tmp_path / name, overwrite=True) == to
+    assert writers.choose_format(to, tmp_path / name, overwrite=True) == to
     assert (tmp_path / name).read_text() == "mine"
 
 
@@ -100,46 +100,39 @@ def test_parquet_without_its_package_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("to", ["folders", "label-studio", "fiftyone", "cvat"])
-@pytest.mark.parametrize("source", ["digits", "some/array.npz", "ARRAY.NPY"])
-def test_images_without_files_are_refused_where_files_are_pointed_to(tmp_path, to, source):
-    with pytest.raises(UserError, match=r"image files.*\.csv"):
-        outputs.check_source(to, source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("to", ["folders", "label-studio", "fiftyone", "cvat"])
-@pytest.mark.parametrize("source", ["shards", "shards/*.tar", "tables", "tables/a.parquet", "saved", "hf:a/b:train"])
-def test_images_in_larger_files_are_refused_where_files_are_pointed_to(tmp_path, monkeypatch, to, source):
+@pytest.mark.parametrize(
+    "source",
+    ["digits", "a.npz", "A.NPY", "shards", "shards/*.tar", "tables", "tables/a.parquet", "saved", "hf:a/b:train"],
+)
+def test_formats_that_point_to_image_files_refuse_sources_without_files(tmp_path, monkeypatch, to, source):
     monkeypatch.chdir(tmp_path)
     for name in ("shards/0.tar", "tables/a.parquet", "saved/state.json", "saved/dataset_info.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=r"image files.*\.csv"):
-        outputs.check_source(to, source, tmp_path / "out")
+        writers.check_source(to, source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("to", ["csv", "parquet"])
-def test_tables_take_any_images(tmp_path, to):
-    outputs.check_source(to, "digits", tmp_path / "out")
-
-
-@pytest.mark.parametrize("to", outputs.FORMATS)
-def test_a_folder_of_images_suits_every_format(tmp_path, images, to):
-    outputs.check_source(to, str(images), tmp_path / "out")
+@pytest.mark.parametrize("to", writers.FORMATS)
+def test_a_folder_of_images_suits_every_format_and_tables_take_any_source(tmp_path, images, to):
+    writers.check_source(to, str(images), tmp_path / "out")
+    if to in ("csv", "parquet"):
+        writers.check_source(to, "digits", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [images.name]
 
 
 def test_checking_a_file_needs_neither_torch_nor_numpy(tmp_path):
     code = (
         "import sys, pathlib; from cdc_plugin.evaluation import writers; "
-        "writers.check(None, pathlib.Path(sys.argv[1]), False);"
+        "writers.choose_format(None, pathlib.Path(sys.argv[1]), False);"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "p.csv")], check=True)
 
 
-@pytest.mark.parametrize("to", outputs.FORMATS)
+@pytest.mark.parametrize("to", writers.FORMATS)
 def test_advice_is_one_line_that_names_the_file(tmp_path, images, to):
-    line = outputs.advice(to, tmp_path / "predictions.json", images)
+    line = writers.explain_import(to, tmp_path / "predictions.json", images)
     assert line is None or ("predictions" in line and "\n" not in line)
     assert (line is None) == (to in ("csv", "parquet", "folders"))
 
@@ -147,12 +140,12 @@ def test_advice_is_one_line_that_names_the_file(tmp_path, images, to):
 def test_a_failed_write_leaves_the_earlier_files(tmp_path, images, table, monkeypatch):
     """A file is whole or not there: breaking off in the middle of the rows keeps what was written before."""
     for to, name in FILES[2:]:
-        outputs.write(to, tmp_path / name, table, images)
+        writers.write(to, tmp_path / name, [table], images)
         before = (tmp_path / name).read_bytes()
         broken = table.copy()
         broken["path"][5] = 7
         with pytest.raises(AttributeError):
-            outputs.write(to, tmp_path / name, broken, images)
+            writers.write(to, tmp_path / name, [broken], images)
         assert (tmp_path / name).read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([images.name, "p.json", "p.xml"])
     assert np.array_equal(table.cluster, [3, 3, 0, 3, 11, 0, 1])

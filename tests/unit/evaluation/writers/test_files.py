@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from cdc_plugin.evaluation import writers as outputs
-from cdc_plugin.evaluation.writers.names import cluster_names, unicode_name
+from cdc_plugin.evaluation import writers
+from cdc_plugin.evaluation.writers.names import escape_name, name_clusters
 
 BAD = os.fsdecode(b"bad\xff.png")
 
@@ -21,7 +21,7 @@ def rows_of(file):
 
 
 def test_csv_holds_all_columns(tmp_path, images, odd_table):
-    assert outputs.write("csv", tmp_path / "p.csv", odd_table, images) == [tmp_path / "p.csv"]
+    assert writers.write("csv", tmp_path / "p.csv", [odd_table], images) == [tmp_path / "p.csv"]
     rows = rows_of(tmp_path / "p.csv")
     assert list(rows[0]) == list(odd_table.dtype.names)
     assert [row["path"] for row in rows] == odd_table.path.tolist()
@@ -29,10 +29,8 @@ def test_csv_holds_all_columns(tmp_path, images, odd_table):
 
 
 def test_parquet_has_proper_types_and_the_same_values(tmp_path, images, table):
-    pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    outputs.write("parquet", tmp_path / "p.parquet", table, images)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    writers.write("parquet", tmp_path / "p.parquet", [table], images)
     found = parquet.read_table(tmp_path / "p.parquet")
     types = {field.name: str(field.type) for field in found.schema}
     assert types == {
@@ -51,22 +49,18 @@ def test_parquet_has_proper_types_and_the_same_values(tmp_path, images, table):
 
 
 def test_parquet_writes_bytes_that_are_no_text_as_escapes(tmp_path, images, odd_table):
-    pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    outputs.write("parquet", tmp_path / "p.parquet", odd_table, images)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    writers.write("parquet", tmp_path / "p.parquet", [odd_table], images)
     assert parquet.read_table(tmp_path / "p.parquet")["path"].to_pylist()[:2] == ["bad\\xff.png", "control\x01.png"]
 
 
 def test_parquet_of_an_array_has_a_number_for_index(tmp_path):
-    pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+    parquet = pytest.importorskip("pyarrow.parquet")
     table = np.rec.fromarrays(
         [np.array(["0", "7"], dtype=object), np.array([1, 0]), np.array([0.5, 1], dtype=np.float32)],
         names=["index", "cluster", "confidence"],
     )
-    outputs.write("parquet", tmp_path / "p.parquet", table, "digits")
+    writers.write("parquet", tmp_path / "p.parquet", [table], "digits")
     assert parquet.read_table(tmp_path / "p.parquet").to_pylist() == [
         {"index": 0, "cluster": 1, "confidence": 0.5},
         {"index": 7, "cluster": 0, "confidence": 1.0},
@@ -74,7 +68,7 @@ def test_parquet_of_an_array_has_a_number_for_index(tmp_path):
 
 
 def test_label_studio_tasks_carry_prediction_score_and_columns(tmp_path, images, table):
-    written = outputs.write("label-studio", tmp_path / "p.json", table, str(images))
+    written = writers.write("label-studio", tmp_path / "p.json", [table], str(images))
     assert written == [tmp_path / "p.json", tmp_path / "p.xml"]
     tasks = json.loads((tmp_path / "p.json").read_text("utf-8"))
     assert [task["data"]["path"] for task in tasks] == table.path.tolist()
@@ -99,7 +93,7 @@ def test_label_studio_tasks_carry_prediction_score_and_columns(tmp_path, images,
 
 
 def test_label_studio_urls_lead_to_the_images(tmp_path, images, table):
-    outputs.write("label-studio", tmp_path / "p.json", table, images)
+    writers.write("label-studio", tmp_path / "p.json", [table], images)
     for task in json.loads((tmp_path / "p.json").read_text("utf-8")):
         url = urlsplit(task["data"]["image"])
         assert url.path == "/data/local-files/"
@@ -107,7 +101,7 @@ def test_label_studio_urls_lead_to_the_images(tmp_path, images, table):
 
 
 def test_label_studio_interface_names_every_choice_that_is_predicted(tmp_path, images, table):
-    outputs.write("label-studio", tmp_path / "p.json", table, images)
+    writers.write("label-studio", tmp_path / "p.json", [table], images)
     view = ElementTree.parse(tmp_path / "p.xml").getroot()
     choices = view.find("Choices")
     assert view.find("Image").attrib["value"] == "$image"
@@ -116,12 +110,12 @@ def test_label_studio_interface_names_every_choice_that_is_predicted(tmp_path, i
         "image",
         "image",
     )
-    assert [choice.attrib["value"] for choice in choices] == cluster_names(table)
+    assert [choice.attrib["value"] for choice in choices] == name_clusters(table)
 
 
 def test_fiftyone_labels_are_keyed_by_the_path_of_the_image(tmp_path, images, table, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outputs.write("fiftyone", tmp_path / "p.json", table, images.name)
+    writers.write("fiftyone", tmp_path / "p.json", [table], images.name)
     content = json.loads((tmp_path / "p.json").read_text("utf-8"))
     assert list(content["labels"]) == [str(images / name) for name in table.path]
     assert all(os.path.isfile(path) for path in content["labels"])
@@ -140,26 +134,26 @@ def test_fiftyone_labels_are_keyed_by_the_path_of_the_image(tmp_path, images, ta
 
 @pytest.mark.parametrize("to", ["label-studio", "fiftyone"])
 def test_json_is_valid_unicode_whatever_the_names(tmp_path, images, odd_table, to):
-    outputs.write(to, tmp_path / "p.json", odd_table, images)
+    writers.write(to, tmp_path / "p.json", [odd_table], images)
     text = (tmp_path / "p.json").read_bytes().decode("utf-8")
     assert "bad\\\\xff.png" in text
     assert len(json.loads(text) if to == "label-studio" else json.loads(text)["labels"]) == 7
 
 
 def test_label_studio_url_keeps_the_bytes_of_a_name_that_is_no_text(tmp_path, images, odd_table):
-    outputs.write("label-studio", tmp_path / "p.json", odd_table, images)
+    writers.write("label-studio", tmp_path / "p.json", [odd_table], images)
     assert json.loads((tmp_path / "p.json").read_text("utf-8"))[0]["data"]["image"].endswith("/bad%FF.png")
 
 
 @pytest.mark.parametrize("out", ["p.xml", "p.csv"])
 def test_cvat_gets_xml_csv_and_labels_whichever_is_named(tmp_path, images, table, out):
-    written = outputs.write("cvat", tmp_path / out, table, images)
+    written = writers.write("cvat", tmp_path / out, [table], images)
     assert [file.name for file in written] == ["p.xml", "p.csv", "p.labels.json"]
     assert all(file.is_file() for file in written)
 
 
 def test_cvat_xml_has_one_tag_an_image(tmp_path, images, table):
-    outputs.write("cvat", tmp_path / "p.xml", table, images)
+    writers.write("cvat", tmp_path / "p.xml", [table], images)
     root = ElementTree.parse(tmp_path / "p.xml").getroot()
     assert (root.tag, root.findtext("version")) == ("annotations", "1.1")
     found = root.findall("image")
@@ -170,7 +164,7 @@ def test_cvat_xml_has_one_tag_an_image(tmp_path, images, table):
 
 
 def test_cvat_labels_declare_what_the_xml_uses(tmp_path, images, plain_table):
-    outputs.write("cvat", tmp_path / "p.xml", plain_table, images)
+    writers.write("cvat", tmp_path / "p.xml", [plain_table], images)
     root = ElementTree.parse(tmp_path / "p.xml").getroot()
     labels = json.loads((tmp_path / "p.labels.json").read_text("utf-8"))
     assert [label["name"] for label in labels] == [label.findtext("name") for label in root.iter("label")]
@@ -181,7 +175,7 @@ def test_cvat_labels_declare_what_the_xml_uses(tmp_path, images, plain_table):
 
 
 def test_cvat_csv_is_a_table_of_categories(tmp_path, images, table):
-    outputs.write("cvat", tmp_path / "p.csv", table, images)
+    writers.write("cvat", tmp_path / "p.csv", [table], images)
     rows = rows_of(tmp_path / "p.csv")
     assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
     assert [row["file_name"] for row in rows] == table.path.tolist()
@@ -191,7 +185,7 @@ def test_cvat_csv_is_a_table_of_categories(tmp_path, images, table):
 
 def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, images, odd_table, caplog):
     odd_table["path"][2], odd_table["path"][3] = "twin.jpg", "twin.png"
-    outputs.write("cvat", tmp_path / "p.xml", odd_table, images)
+    writers.write("cvat", tmp_path / "p.xml", [odd_table], images)
     names = [image.attrib["name"] for image in ElementTree.parse(tmp_path / "p.xml").iter("image")]
     assert names == odd_table.path.tolist()[4:]
     assert [row["file_name"] for row in rows_of(tmp_path / "p.csv")] == odd_table.path.tolist()
@@ -199,22 +193,19 @@ def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, 
 
 
 def test_one_image_is_named_within_its_folder(tmp_path, images, table):
-    outputs.write("fiftyone", tmp_path / "p.json", table[:1], images / "a.jpg")
+    writers.write("fiftyone", tmp_path / "p.json", [table[:1]], images / "a.jpg")
     assert list(json.loads((tmp_path / "p.json").read_text())["labels"]) == [str(images / "a.jpg")]
 
 
 def test_cluster_names_sort_as_numbers(table):
-    assert cluster_names(table)[:2] == ["cluster 00", "cluster 01"]
+    assert name_clusters(table)[:2] == ["cluster 00", "cluster 01"]
     table["second_cluster"][0] = 100
-    names = cluster_names(table)
+    names = name_clusters(table)
     assert len(names) == 101
     assert names == sorted(names)
 
 
-@pytest.mark.parametrize("name", ["plain.png", "Ä 日本.png", "\U0001f600.png"])
-def test_proper_names_stay_as_they_are(name):
-    assert unicode_name(name) == name
-
-
-def test_improper_names_stay_apart():
-    assert unicode_name(BAD) != unicode_name(os.fsdecode(b"bad\xfe.png"))
+def test_valid_names_stay_as_they_are_and_invalid_ones_stay_apart():
+    for name in ("plain.png", "Ä 日本.png", "\U0001f600.png"):
+        assert escape_name(name) == name
+    assert escape_name(BAD) != escape_name(os.fsdecode(b"bad\xfe.png"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation import writers as outputs
+from cdc_plugin.evaluation import writers
 from cdc_plugin.evaluation.writers import folders
 
 
@@ -32,7 +32,7 @@ def no_symbolic_links(monkeypatch):
 
 def test_every_image_has_one_link_in_the_folder_of_its_cluster(tmp_path, images, plain_table):
     before = contents(images)
-    assert outputs.write("folders", tmp_path / "sorted", plain_table, images) == [tmp_path / "sorted" / "links.csv"]
+    assert writers.write("folders", tmp_path / "sorted", [plain_table], images) == [tmp_path / "sorted" / "links.csv"]
     assert tree(tmp_path / "sorted") == {
         "links.csv",
         "cluster 00/b.PNG",
@@ -48,7 +48,7 @@ def test_every_image_has_one_link_in_the_folder_of_its_cluster(tmp_path, images,
 
 
 def test_unsure_images_and_outliers_have_their_own_folders(tmp_path, images, table):
-    outputs.write("folders", tmp_path / "sorted", table, images)
+    writers.write("folders", tmp_path / "sorted", [table], images)
     assert tree(tmp_path / "sorted") >= {
         "cluster 03/a.jpg",
         'cluster 03/unsure/comma, "quotes" & <angle>\'.png',
@@ -58,7 +58,7 @@ def test_unsure_images_and_outliers_have_their_own_folders(tmp_path, images, tab
 
 
 def test_the_list_says_which_image_each_link_is(tmp_path, images, table):
-    outputs.write("folders", tmp_path / "sorted", table, images)
+    writers.write("folders", tmp_path / "sorted", [table], images)
     with open(tmp_path / "sorted" / "links.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["path"] for row in rows] == table.path.tolist()
@@ -71,7 +71,7 @@ def test_the_list_says_which_image_each_link_is(tmp_path, images, table):
 def test_links_survive_moving_images_and_export_together(tmp_path, images, plain_table):
     (tmp_path / "all").mkdir()
     shutil.move(images, tmp_path / "all" / "photos")
-    outputs.write("folders", tmp_path / "all" / "sorted", plain_table, tmp_path / "all" / "photos")
+    writers.write("folders", tmp_path / "all" / "sorted", [plain_table], tmp_path / "all" / "photos")
     shutil.move(tmp_path / "all", tmp_path / "elsewhere")
     assert (tmp_path / "elsewhere/sorted/cluster 03/a.jpg").is_file()
 
@@ -79,7 +79,7 @@ def test_links_survive_moving_images_and_export_together(tmp_path, images, plain
 def test_links_are_right_below_a_linked_folder(tmp_path, images, plain_table):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "short").symlink_to(tmp_path / "deep" / "er")
-    outputs.write("folders", tmp_path / "short" / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "short" / "sorted", [plain_table], images)
     assert (tmp_path / "deep/er/sorted/cluster 03/a.jpg").samefile(images / "a.jpg")
 
 
@@ -87,7 +87,7 @@ def test_names_that_differ_in_case_only_stay_apart_and_long_ones_short(tmp_path,
     long = "x" * 251 + ".png"
     plain_table["path"][:4] = ["A.jpg", "sub/a.JPG", f"1/{long}", f"2/{long}"]
     plain_table["cluster"][:4] = 0
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     names = os.listdir(tmp_path / "sorted" / "cluster 00")
     assert len({name.casefold() for name in names}) == len(names) == 5
     assert {"A.jpg", "a (2).JPG", long, "x" * 247 + " (2).png"} <= set(names)
@@ -96,19 +96,19 @@ def test_names_that_differ_in_case_only_stay_apart_and_long_ones_short(tmp_path,
 def test_a_name_that_looks_like_a_numbered_one_stays_apart(tmp_path, images, plain_table):
     plain_table["path"][:3] = ["1/a.jpg", "a (2).jpg", "2/a.jpg"]
     plain_table["cluster"][:3] = 5
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert sorted(os.listdir(tmp_path / "sorted" / "cluster 05")) == ["a (2).jpg", "a (3).jpg", "a.jpg"]
 
 
 def test_hard_links_are_made_where_there_are_no_symbolic_ones(tmp_path, images, plain_table, monkeypatch):
     no_symbolic_links(monkeypatch)
-    outputs.check_source("folders", str(images), tmp_path / "sorted")
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.check_source("folders", str(images), tmp_path / "sorted")
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     link = tmp_path / "sorted/cluster 03/a.jpg"
     assert not link.is_symlink()
     assert link.samefile(images / "a.jpg")
-    outputs.check("folders", tmp_path / "sorted", overwrite=True)
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.choose_format("folders", tmp_path / "sorted", overwrite=True)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert (images / "a.jpg").stat().st_nlink == 2
 
 
@@ -116,23 +116,23 @@ def test_a_place_without_any_links_is_refused_before_work(tmp_path, images, monk
     no_symbolic_links(monkeypatch)
     monkeypatch.setattr(os, "link", os.symlink)
     with pytest.raises(UserError, match="disk that holds the images"):
-        outputs.check_source("folders", str(images), tmp_path / "sorted")
+        writers.check_source("folders", str(images), tmp_path / "sorted")
     assert list(tmp_path.iterdir()) == [images]
 
 
 @pytest.mark.parametrize("inside", [".", "sorted", "sub/sorted"])
 def test_links_among_the_images_are_refused(images, inside):
     with pytest.raises(UserError, match="more images"):
-        outputs.check_source("folders", str(images), images / inside)
+        writers.check_source("folders", str(images), images / inside)
 
 
 def test_overwrite_replaces_an_earlier_export_whole(tmp_path, images, plain_table):
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     with pytest.raises(UserError, match="--overwrite"):
-        outputs.check("folders", tmp_path / "sorted", overwrite=False)
-    outputs.check("folders", tmp_path / "sorted", overwrite=True)
+        writers.choose_format("folders", tmp_path / "sorted", overwrite=False)
+    writers.choose_format("folders", tmp_path / "sorted", overwrite=True)
     plain_table["cluster"][:] = 2
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert sorted(os.listdir(tmp_path / "sorted")) == ["cluster 02", "links.csv"]
     assert set(tmp_path.iterdir()) == {images, tmp_path / "sorted"}
     assert len(tree(images)) == 7
@@ -141,7 +141,7 @@ def test_overwrite_replaces_an_earlier_export_whole(tmp_path, images, plain_tabl
 @pytest.mark.parametrize("change", ["new file", "moved link", "link replaced by a file", "no list"])
 def test_overwrite_refuses_a_folder_that_holds_anything_else(tmp_path, images, plain_table, change):
     out = tmp_path / "sorted"
-    outputs.write("folders", out, plain_table, images)
+    writers.write("folders", out, [plain_table], images)
     if change == "new file":
         (out / "cluster 00" / "notes.txt").write_text("mine")
     elif change == "moved link":  # somebody has sorted by hand
@@ -153,15 +153,15 @@ def test_overwrite_refuses_a_folder_that_holds_anything_else(tmp_path, images, p
         (out / "links.csv").unlink()
     before = tree(out)
     with pytest.raises(UserError, match="no export made"):
-        outputs.check("folders", out, overwrite=True)
+        writers.choose_format("folders", out, overwrite=True)
     with pytest.raises(UserError, match="no export made"):
-        outputs.write("folders", out, plain_table, images)
+        writers.write("folders", out, [plain_table], images)
     assert tree(out) == before
 
 
 def test_a_folder_of_photos_is_never_taken_for_an_export(images):
     with pytest.raises(UserError, match="no export made"):
-        outputs.check("folders", images, overwrite=True)
+        writers.choose_format("folders", images, overwrite=True)
 
 
 def test_a_file_or_link_in_the_place_of_the_folder_is_refused(tmp_path, images):
@@ -169,20 +169,20 @@ def test_a_file_or_link_in_the_place_of_the_folder_is_refused(tmp_path, images):
     (tmp_path / "link").symlink_to(images)
     for name in ("file", "link"):
         with pytest.raises(UserError, match="new folder"):
-            outputs.check("folders", tmp_path / name, overwrite=True)
+            writers.choose_format("folders", tmp_path / name, overwrite=True)
 
 
 def test_an_empty_folder_is_taken(tmp_path, images, plain_table):
     (tmp_path / "sorted").mkdir()
-    outputs.check("folders", tmp_path / "sorted", overwrite=False)
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.choose_format("folders", tmp_path / "sorted", overwrite=False)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert (tmp_path / "sorted" / "links.csv").is_file()
 
 
 @pytest.mark.parametrize("there_before", [False, True])
 def test_breaking_off_leaves_what_was_there(tmp_path, images, plain_table, monkeypatch, there_before):
     if there_before:
-        outputs.write("folders", tmp_path / "sorted", plain_table, images)
+        writers.write("folders", tmp_path / "sorted", [plain_table], images)
     before = tree(tmp_path)
 
     def full_disk(pointer, link):
@@ -190,12 +190,12 @@ def test_breaking_off_leaves_what_was_there(tmp_path, images, plain_table, monke
 
     monkeypatch.setattr(os, "symlink", full_disk)
     with pytest.raises(UserError, match="No space left"):
-        outputs.write("folders", tmp_path / "sorted", plain_table, images)
+        writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert tree(tmp_path) == before
 
 
 def test_a_failed_rename_puts_the_earlier_export_back(tmp_path, images, plain_table, monkeypatch):
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     before, rename = tree(tmp_path), os.rename
     failures = iter([False, True, False])
 
@@ -206,20 +206,20 @@ def test_a_failed_rename_puts_the_earlier_export_back(tmp_path, images, plain_ta
 
     monkeypatch.setattr(os, "rename", second_fails)
     with pytest.raises(UserError, match="I/O error"):
-        outputs.write("folders", tmp_path / "sorted", plain_table, images)
+        writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert tree(tmp_path) == before
 
 
 def test_names_that_are_no_text_are_linked_and_can_be_replaced(tmp_path, images, odd_table):
     (images / odd_table.path[0]).write_bytes(b"")
-    outputs.write("folders", tmp_path / "sorted", odd_table, images)
-    outputs.check("folders", tmp_path / "sorted", overwrite=True)
-    assert next(folders._foreign(tmp_path / "sorted"), None) is None
+    writers.write("folders", tmp_path / "sorted", [odd_table], images)
+    writers.choose_format("folders", tmp_path / "sorted", overwrite=True)
+    assert next(folders._find_foreign(tmp_path / "sorted"), None) is None
     assert (tmp_path / "sorted/cluster 03" / odd_table.path[0]).is_file()
 
 
 def test_the_export_is_as_readable_as_other_folders(tmp_path, images, plain_table):
     (tmp_path / "other").mkdir()
-    outputs.write("folders", tmp_path / "sorted", plain_table, images)
+    writers.write("folders", tmp_path / "sorted", [plain_table], images)
     assert (tmp_path / "sorted").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert np.all(plain_table.cluster == [3, 3, 0, 3, 11, 0, 1])
