@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from cdc_plugin.errors import UserError as UserError
     from cdc_plugin.evaluation.evaluate import compare as compare
     from cdc_plugin.evaluation.evaluate import evaluate as evaluate
+    from cdc_plugin.evaluation.inspect import inspect as inspect
     from cdc_plugin.evaluation.report_record import Report as Report
     from cdc_plugin.integrations.export import export_model as export_model
+    from cdc_plugin.integrations.hub.model import CalibratedClusterer as CalibratedClusterer
     from cdc_plugin.models.backbone import Backbone as Backbone
     from cdc_plugin.models.clusterer import Clusterer as Clusterer
     from cdc_plugin.pipeline import refine as refine
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AugmentConfig": "config.schema",
     "Backbone": "models.backbone",
+    "CalibratedClusterer": "integrations.hub.model",
     "Clusterer": "models.clusterer",
     "RefineConfig": "config.schema",
     "Report": "evaluation.report_record",
@@ -37,6 +40,7 @@ _HOMES = {
     "compare_methods": "comparison.run",
     "evaluate": "evaluation.evaluate",
     "export_model": "integrations.export",
+    "inspect": "evaluation.inspect",
     "load_backbone": "checkpoints.load",
     "load_model": "checkpoints.load_model",
     "refine": "pipeline",

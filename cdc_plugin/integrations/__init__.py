@@ -1,1 +1,1 @@
-"""Ways to start the stage from inside other tools; each module is imported by the tool it is made for."""
+"""Connections to other tools: exports, the Hugging Face hub, and callbacks for Hydra and Lightning."""

@@ -1,4 +1,4 @@
-"""Lets every Hydra application find the recipes, as ``+cdc=NAME`` and ``hydra/callbacks=cdc_refine``.
+"""Let every Hydra application find the recipes, as ``+cdc=NAME`` and ``hydra/callbacks=cdc_refine``.
 
 The wheel puts this file into ``hydra_plugins``, the only package where Hydra looks for plug-ins (pyproject.toml).
 """

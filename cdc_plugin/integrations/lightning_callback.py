@@ -1,6 +1,6 @@
-"""``RefineAtEnd``: a Lightning callback that starts the stage when ``fit`` ends, for lightly and modules of one's own.
+"""``RefineAtEnd``: a Lightning callback that starts the refinement when ``fit`` ends, for lightly and own modules.
 
-It takes both ``lightning`` and ``pytorch_lightning``, whichever the program has imported.
+It supports both ``lightning`` and ``pytorch_lightning``, whichever the program has imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
 from cdc_plugin.checkpoints.load import load_backbone
 from cdc_plugin.config.load import load_config
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, ConfigError, UserError
 from cdc_plugin.evaluation.report_record import Report
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.pipeline import refine
@@ -28,58 +28,60 @@ from cdc_plugin.training.progress import log
 LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def callback_base() -> type:
-    """Lightning's ``Callback``, of the library that the program itself uses if both are installed."""
+def find_callback_base() -> type:
+    """Return Lightning's ``Callback``; if both libraries are installed, of the one that the program imported."""
     for name in sorted(LIBRARIES, key=lambda name: name not in sys.modules):
         try:
             return import_module(name).Callback
         except ImportError:
             continue
-    raise UserError("RefineAtEnd needs Lightning; type: pip install lightning")
+    raise ConfigError("RefineAtEnd needs Lightning; type: pip install lightning")
 
 
-def wrap(module: nn.Module, input_size: int, mean: Sequence[float] | None, std: Sequence[float] | None) -> Backbone:
-    """A backbone as the pipeline takes it; its number of features is found by a dry pass, in evaluation mode."""
+def wrap_module(
+    module: nn.Module, input_size: int, mean: Sequence[float] | None, std: Sequence[float] | None
+) -> Backbone:
+    """Return the module as a backbone in evaluation mode; one pass of zeros shows its number of features."""
     weight = next(module.parameters(), torch.zeros(()))
     module.eval()
     with torch.no_grad():
         features = module(torch.zeros(2, 3, input_size, input_size, device=weight.device, dtype=weight.dtype))
     if not isinstance(features, torch.Tensor) or features.ndim < 2:
-        raise UserError(f"expected a backbone that gives (N, features), found {type(features).__name__}")
+        raise CheckpointError(f"expected a backbone that returns (N, features), found {type(features).__name__}")
     default_mean, default_std = NORMALISATIONS["imagenet"]
     inferred = [name for name, value in (("mean", mean), ("std", std)) if value is None]
     return Backbone(module, features.shape[1], mean or default_mean, std or default_std, input_size, inferred=inferred)
 
 
-def rebuildable(backbone: Backbone) -> Backbone:
-    """The same network with its spec, if the weights tell which it is: ``cdc-predict`` can then build it again."""
+def identify_network(backbone: Backbone) -> Backbone:
+    """Return the same network with its spec, if the weights identify it, so that ``cdc-predict`` can rebuild it."""
     module, size = backbone.module.eval(), backbone.input_size
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "weights.pt"
         torch.save({"state_dict": {f"backbone.{name}": value for name, value in module.state_dict().items()}}, path)
         try:
-            known = load_backbone(path)
+            loaded = load_backbone(path)
         except UserError:
             return backbone
     images = torch.rand(4, 3, size, size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected, found = module.cpu()(images).flatten(1), known.eval().module(images).flatten(1)
-    if found.shape != expected.shape or (found - expected).abs().max() > 1e-4 * expected.abs().max():
+        expected, actual = module.cpu()(images).flatten(1), loaded.eval().module(images).flatten(1)
+    if actual.shape != expected.shape or (actual - expected).abs().max() > 1e-4 * expected.abs().max():
         return backbone
     mean, std = backbone.mean.tolist(), backbone.std.tolist()
-    return Backbone(known.module, known.feature_dim, mean, std, size, known.spec, backbone.inferred)
+    return Backbone(loaded.module, loaded.feature_dim, mean, std, size, loaded.spec, backbone.inferred)
 
 
 class RefineAtEnd:
-    """On the end of ``fit``, refine the module's backbone into calibrated clusters; the report is in ``report``.
+    """Refine the module's backbone into calibrated clusters when ``fit`` ends; the report is then in ``report``.
 
-    The trained module itself is left as it is. A failure is logged and does not reach the caller of ``fit``.
+    The trained module is not changed. A failure is logged and does not reach the caller of ``fit``.
 
     Args:
         data: what `cdc_plugin.refine` takes: a folder, an array, a data set.
         clusters, out: as there.
         input_size: side of the square images that the backbone was trained on.
-        mean, std: the normalisation of the training; left out, ImageNet's, checked against the BatchNorm layers.
+        mean, std: the normalisation in training; by default ImageNet's, checked against the BatchNorm layers.
         attribute: where the backbone is in the Lightning module, such as ``student_backbone`` or ``model.encoder``.
         settings: any other setting of `cdc_plugin.refine`, such as ``recipe``, ``epochs`` or ``overwrite``.
     """
@@ -88,7 +90,7 @@ class RefineAtEnd:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RefineAtEnd:
         # The base class is chosen only now: importing this module must not import Lightning.
-        base = callback_base()
+        base = find_callback_base()
         kind = cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {"__module__": cls.__module__})
         return object.__new__(kind)
 
@@ -114,16 +116,21 @@ class RefineAtEnd:
         load_config(settings.get("recipe"), {**flags, "clusters": clusters})
 
     def find_backbone(self, module: Any) -> nn.Module:
-        found = module
+        """Return the backbone of the Lightning module.
+
+        Raises:
+            ConfigError: ``attribute`` does not name a network.
+        """
+        backbone = module
         for name in self.attribute.split("."):
-            found = getattr(found, name, None)
-        if not isinstance(found, nn.Module):
+            backbone = getattr(backbone, name, None)
+        if not isinstance(backbone, nn.Module):
             children = ", ".join(name for name, _ in module.named_children()) or "nothing"
-            raise UserError(
-                f"expected a network as {type(module).__name__}.{self.attribute}, found {found!r}; "
+            raise ConfigError(
+                f"expected a network as {type(module).__name__}.{self.attribute}, found {backbone!r}; "
                 f"it holds {children}: name one of them, as in RefineAtEnd(attribute=...)"
             )
-        return found
+        return backbone
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.find_backbone(pl_module)
@@ -133,9 +140,9 @@ class RefineAtEnd:
             return
         try:
             module = copy.deepcopy(self.find_backbone(pl_module))
-            backbone = rebuildable(wrap(module, self.input_size, self.mean, self.std))
+            backbone = identify_network(wrap_module(module, self.input_size, self.mean, self.std))
             self.report = refine(backbone, self.data, self.clusters, out=self.out, **self.settings)
         except UserError as error:
-            log.error("the clusters were not made, the pretraining is complete: %s", error)
+            log.error("the refinement failed, the pretraining is complete: %s", error)
         except Exception:  # what the caller does after fit, such as saving, must not be lost
-            log.exception("the clusters were not made, the pretraining is complete")
+            log.exception("the refinement failed, the pretraining is complete")

@@ -19,7 +19,7 @@ from cdc_plugin.cli.export import TARGETS, export_command
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations import export as exports
 from cdc_plugin.integrations.export import export_model
-from cdc_plugin.integrations.export.torchvision import loading_code
+from cdc_plugin.integrations.export.torchvision import write_loading_code
 from cdc_plugin.models.backbone import Backbone
 from tests.helpers import ROOT
 from tests.helpers.exported_models import (
@@ -127,7 +127,7 @@ def test_networks_of_torchvision_lose_nothing_but_their_classifier(shufflenet, t
 
 @pytest.mark.parametrize("stem", [{}, {"padding": 2}, {"pool": True}, {"stride": 2}])
 def test_every_part_of_an_unusual_stem_is_in_the_lines(stem):
-    lines = loading_code("resnet18", {**RESNET18, "stem": {**SMALL_STEM, "padding": 1, **stem}}, Path("r.pth"))
+    lines = write_loading_code("resnet18", {**RESNET18, "stem": {**SMALL_STEM, "padding": 1, **stem}}, Path("r.pth"))
     stride, padding = stem.get("stride", 1), stem.get("padding", 1)
     assert f"model.conv1 = torch.nn.Conv2d(3, 64, 3, stride={stride}, padding={padding}, bias=False)" in lines
     assert ("model.maxpool = torch.nn.Identity()" in lines) is not stem.get("pool", False)
@@ -219,13 +219,13 @@ def test_padding_that_solo_learn_would_not_have_is_refused(tmp_path):
 @pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])
 def test_widths_that_a_library_does_not_have_are_refused(to, tiny_resnet, tmp_path):
     out = tmp_path / ("r.pth" if to == "torchvision" else "out")
-    with pytest.raises(UserError, match=r"has no network that computes .* widths 8/8/8/8.*--to onnx"):
+    with pytest.raises(UserError, match=r"has no network that computes .* widths 8/8/8/8.*to='onnx'"):
         export_model(tiny_resnet, to, out)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_small_stem_is_refused_for_timm(small_resnet18, tmp_path):
-    with pytest.raises(UserError, match=r"timm has no network .*stem 3x3.*--to torchvision"):
+    with pytest.raises(UserError, match=r"timm has no network .*stem 3x3.*to='torchvision'"):
         export_model(small_resnet18, "timm", tmp_path / "out")
 
 
@@ -276,9 +276,9 @@ def test_nothing_is_replaced_unasked(shufflenet, vit, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("mine")
     (tmp_path / "r.json").write_text("mine")
-    with pytest.raises(UserError, match=r"is not empty \(config.json\).*--overwrite"):
+    with pytest.raises(UserError, match=r"is not empty \(config.json\).*overwrite=True"):
         export_model(vit, "timm", tmp_path / "full")
-    with pytest.raises(UserError, match=r"r.json is already there.*--overwrite"):
+    with pytest.raises(UserError, match=r"r.json already exists.*overwrite=True"):
         export_model(shufflenet, "torchvision", tmp_path / "r.pth")
     assert (tmp_path / "full" / "config.json").read_text() == (tmp_path / "r.json").read_text() == "mine"
     export_model(shufflenet, "torchvision", tmp_path / "r.pth", overwrite=True)
@@ -298,10 +298,10 @@ def test_results_of_a_run_are_never_replaced(shufflenet):
     [
         ("timm", "file.txt", "is a file; give the path of a folder"),
         ("torchvision", "", r"is a folder; give the path of a file, such as .*resnet18.pth"),
-        ("torchvision", "net.onnx", r"takes a .pth or .pt file"),
+        ("torchvision", "net.onnx", r"expected a .pth or .pt file"),
         ("torchvision", "none/net.pth", "there is no folder"),
-        ("onnx", "net.pth", r"takes a .onnx file"),
-        ("keras", "out", "goes to one of solo-learn, timm, torchvision, onnx"),
+        ("onnx", "net.pth", r"expected a .onnx file"),
+        ("keras", "out", "solo-learn, timm, torchvision, onnx"),
     ],
 )
 def test_impossible_outputs_are_refused(to, out, message, vit, tmp_path):

@@ -61,7 +61,8 @@ def test_the_command_writes_model_and_card_without_network(run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "my hub").iterdir()) == FILES
     assert 'model = CalibratedClusterer.from_pretrained("my hub")' in done.stdout
-    assert done.stderr == "note: my hub/README.md states no licence: add one before you publish it\n"
+    assert done.stderr.startswith("note: my hub/README.md states no licence")
+    assert len(done.stderr.splitlines()) == 1
     card = (tmp_path / "my hub" / "README.md").read_text()
     assert "# photos in 4 clusters" in card
     assert "| mean calibrated confidence, the expected accuracy | 87.5 |" in card
@@ -96,7 +97,7 @@ def test_an_earlier_export_is_replaced_whole_if_asked(run, exported, tmp_path):
         (out / name).write_text("of before")
     (out / "model.json").write_text('{"format": "cdc_plugin", "weights": "model.safetensors"}')  # an export for timm
     (out / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"is not empty .*--overwrite"):
+    with pytest.raises(UserError, match=r"is not empty .*overwrite=True"):
         export_model(run, "hub", out)
     export_model(run, "hub", out, overwrite=True)
     assert sorted(path.name for path in out.iterdir()) == [*FILES[:2], "mine.txt", FILES[2]]
@@ -105,7 +106,7 @@ def test_an_earlier_export_is_replaced_whole_if_asked(run, exported, tmp_path):
 
 def test_models_in_memory_can_be_exported_but_have_no_figures(tmp_path):
     export_model(clusterer(TINY_RESNET), "hub", tmp_path / "out")
-    assert "None were kept." in (tmp_path / "out" / "README.md").read_text()
+    assert "None were recorded." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_has_no_calibrated_clusters_is_refused(run, tmp_path):
@@ -115,9 +116,9 @@ def test_what_has_no_calibrated_clusters_is_refused(run, tmp_path):
     description = json.loads((plain / "model.json").read_text())
     (plain / "model.json").write_text(json.dumps({**description, "heads": None}))
     for model, reason in (
-        (load_model(run).backbone, r"takes a result of cdc-refine, the backbone is none"),
-        (plain, r"takes a result of cdc-refine, .*run is none.*cdc-refine --backbone"),
-        (network, r"own class, which no file can rebuild; --to onnx"),
+        (load_model(run).backbone, r"takes a result of cdc-refine"),
+        (plain, r"run is not calibrated.*cdc-refine --backbone"),
+        (network, r"own class, which no file can rebuild; to='onnx'"),
     ):
         with pytest.raises(UserError, match=reason) as refusal:
             export_model(model, "hub", tmp_path / "out")

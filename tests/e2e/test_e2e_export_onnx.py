@@ -9,7 +9,7 @@ import torch
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export import export_model
-from cdc_plugin.integrations.export import onnx as onnx_graph
+from cdc_plugin.integrations.export import onnx as onnx_export
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import CosineHead, LayeredHead
 from tests.helpers.exported_models import MEAN, STD, TEST_VIT, TINY_RESNET, OwnNetwork, mlp_head, result_folder
@@ -27,7 +27,7 @@ def own():
 
 def test_missing_onnx_packages_are_named_with_what_to_type(own, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    monkeypatch.setattr(onnx_graph, "PACKAGES", ("onnxscript",))
+    monkeypatch.setattr(onnx_export, "PACKAGES", ("onnxscript",))
     with pytest.raises(UserError, match=r"needs onnxscript; type: pip install 'cdc-plugin\[onnx\]'"):
         export_model(own, "onnx", tmp_path / "m.onnx")
 
@@ -39,7 +39,7 @@ def onnx_session(file):
 
 @pytest.fixture
 def _onnx():
-    for package in onnx_graph.PACKAGES:
+    for package in onnx_export.PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
 
 
@@ -54,7 +54,7 @@ def check_what_it_says(file):
     assert isinstance(wanted.shape[0], str)
     assert [output.name for output in session.get_outputs()] == ["probabilities", "features"]
     assert (json.loads(facts["mean"]), facts["clusters"], facts["input_size"]) == (MEAN, "4", "32")
-    assert onnx.load(str(file)).opset_import[0].version == onnx_graph.OPSET
+    assert onnx.load(str(file)).opset_import[0].version == onnx_export.OPSET
     assert sorted(path.name for path in file.parent.iterdir()) == ["m.onnx", "run"]
 
 
@@ -74,7 +74,7 @@ def layered_head(feature_dim):
     [(TINY_RESNET, mlp_head), (VIT, cosine_head), (CONVNEXT, layered_head)],
     ids=["resnet", "vit, cosine head", "convnext, layered head"],
 )
-def test_onnx_graph_predicts_for_any_network_head_and_number_of_images(spec, make_head, tmp_path):
+def test_onnx_export_predicts_for_any_network_head_and_number_of_images(spec, make_head, tmp_path):
     model = load_model(result_folder(tmp_path / "run", spec, make_head))
     export_model(tmp_path / "run", "onnx", tmp_path / "m.onnx")
     session = onnx_session(tmp_path / "m.onnx")
@@ -94,12 +94,12 @@ def test_onnx_graph_predicts_for_any_network_head_and_number_of_images(spec, mak
 def test_users_own_class_can_become_a_graph_of_features(own, tmp_path):
     written = export_model(own, "onnx", tmp_path / "own.onnx")
     assert [output.name for output in onnx_session(tmp_path / "own.onnx").get_outputs()] == ["features"]
-    assert any("features only" in note for note in written.notes)
+    assert any("returns features" in note for note in written.notes)
 
 
 @pytest.mark.usefixtures("_onnx")
 def test_graph_that_computes_something_else_is_not_kept(own, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
+    monkeypatch.setattr(onnx_export, "TOLERANCE", -1.0)
     with pytest.raises(UserError, match="nothing was written"):
         export_model(own, "onnx", tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []

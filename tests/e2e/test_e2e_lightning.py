@@ -12,7 +12,7 @@ from torch import nn
 
 from cdc_plugin import UserError, load_model
 from cdc_plugin.integrations import lightning_callback
-from cdc_plugin.integrations.lightning_callback import RefineAtEnd, rebuildable, wrap
+from cdc_plugin.integrations.lightning_callback import RefineAtEnd, identify_network, wrap_module
 
 
 class Callback:
@@ -53,7 +53,7 @@ def test_the_callback_is_one_of_the_library_at_hand(library):
 def test_of_two_libraries_the_one_in_use_is_taken(monkeypatch):
     monkeypatch.delitem(sys.modules, "lightning.pytorch", raising=False)
     monkeypatch.setitem(sys.modules, "pytorch_lightning", types.SimpleNamespace(Callback=Callback))
-    assert lightning_callback.callback_base() is Callback
+    assert lightning_callback.find_callback_base() is Callback
 
 
 def test_without_lightning_one_line_says_what_to_install(monkeypatch):
@@ -98,8 +98,8 @@ def test_a_network_with_familiar_weights_but_other_features_is_kept_as_it_is():
             return 2 * super().forward(images)
 
     module = Doubled(*list(torchvision.models.resnet18().children())[:-1])
-    backbone = wrap(module, 32, None, None)
-    assert rebuildable(backbone) is backbone
+    backbone = wrap_module(module, 32, None, None)
+    assert identify_network(backbone) is backbone
 
 
 def test_only_the_first_process_makes_clusters(library, tmp_path):
@@ -130,9 +130,9 @@ def test_mistakes_are_refused_before_the_pretraining(library):
 
 
 def test_features_are_counted_and_a_normalisation_that_was_not_given_counts_as_assumed():
-    backbone = wrap(small_network(), 8, None, None)
+    backbone = wrap_module(small_network(), 8, None, None)
     assert (backbone.feature_dim, backbone.input_size, backbone.inferred) == (8, 8, ("mean", "std"))
-    assert wrap(small_network(), 8, [0.5] * 3, [0.2] * 3).inferred == ()
+    assert wrap_module(small_network(), 8, [0.5] * 3, [0.2] * 3).inferred == ()
 
 
 @pytest.mark.parametrize("name", lightning_callback.LIBRARIES)

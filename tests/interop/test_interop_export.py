@@ -12,7 +12,7 @@ from torch import nn
 from cdc_plugin.checkpoints import load_backbone, load_checkpoint
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export import export_model
-from cdc_plugin.integrations.export import onnx as onnx_graph
+from cdc_plugin.integrations.export import onnx as onnx_export
 from tests.helpers import SHARED
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
@@ -102,8 +102,8 @@ def test_timm_loads_what_it_can_build(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", ["cc", "cdc-official-checkpoint"])
-def test_onnx_graph_gives_the_probabilities_of_the_calibrated_or_the_only_head(tmp_path, case):
-    for package in onnx_graph.PACKAGES:
+def test_onnx_export_gives_the_probabilities_of_the_calibrated_or_the_only_head(tmp_path, case):
+    for package in onnx_export.PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
     import onnxruntime
 

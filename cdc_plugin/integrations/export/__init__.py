@@ -1,4 +1,4 @@
-"""A refined network written the way other libraries load it, and read back before it is handed over."""
+"""Write a refined network so that other libraries load it; every export is read back and compared first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.export.files import Written
+from cdc_plugin.errors import ConfigError
+from cdc_plugin.integrations.export.files import Export
 from cdc_plugin.integrations.export.hub import export_hub
 from cdc_plugin.integrations.export.onnx import export_onnx
 from cdc_plugin.integrations.export.solo_learn import export_solo_learn
@@ -17,9 +17,9 @@ from cdc_plugin.integrations.export.torchvision import export_torchvision
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 
-__all__ = ["TARGETS", "Written", "export_model"]
+__all__ = ["TARGETS", "Export", "export_model"]
 
-TARGETS: Mapping[str, Callable[[Source, Path, bool], Written]] = MappingProxyType(
+TARGETS: Mapping[str, Callable[[Source, Path, bool], Export]] = MappingProxyType(
     {
         "solo-learn": export_solo_learn,
         "timm": export_timm,
@@ -37,15 +37,15 @@ def export_model(
     overwrite: bool = False,
     format: str | None = None,
     arch: str | None = None,
-) -> Written:
-    """Write a model for another library; see ``TARGETS`` for their names.
+) -> Export:
+    """Write a model for another library, one of ``TARGETS``, and return what was written.
 
     Args:
-        model: result folder, checkpoint, or a model in memory, which may be of the user's own class.
+        model: result folder, checkpoint, or a model in memory, which may be of your own class.
         out: a folder for solo-learn, timm and hub, a file for torchvision (``.pth``) and onnx (``.onnx``).
         overwrite: replace the files of an earlier export.
-        format, arch: what wrote the checkpoint and its network, where the file does not tell.
+        format, arch: what wrote the checkpoint and its network, where the file does not say.
     """
     if to not in TARGETS:
-        raise UserError(f"an export goes to one of {', '.join(TARGETS)}; found {to!r}")
+        raise ConfigError(f"expected a target of {', '.join(TARGETS)}; found {to!r}")
     return TARGETS[to](open_source(model, format, arch), Path(out).expanduser(), overwrite)

@@ -1,7 +1,6 @@
-"""Files of an export: never over others unasked, each whole or not at all, with a description beside them.
+"""Files of an export: existing ones are replaced only on request, and a description is written beside the weights.
 
-The description lets this package read the export back exactly, stem, mean and std included, which the weights
-alone do not tell.
+The description lets this package read the export back exactly: the weights alone do not say stem, mean and std.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import Any
 
 from cdc_plugin.checkpoints.formats.native import VERSION
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import OutputError, option
 from cdc_plugin.integrations.export.source import Source
 
 
 @dataclass(frozen=True)
-class Written:
-    """What an export left behind.
+class Export:
+    """The result of an export.
 
     Args:
         files: the weights first.
-        network: the name that the other library has for it.
-        load: lines of code, or a command, that load it there.
-        notes: what the user should know before using it.
+        network: its name in the other library.
+        load: lines of code, or a command, that load it.
+        notes: caveats for the user.
     """
 
     files: tuple[Path, ...]
@@ -35,63 +34,67 @@ class Written:
 
 
 def check_folder(out: Path, overwrite: bool) -> None:
-    """A full folder is written to only if asked, one with results of ``cdc-refine`` never."""
+    """Refuse a folder that is not empty, unless ``overwrite``, and always one with results of ``cdc-refine``."""
     if out.is_file():
-        raise UserError(f"--out {out} is a file; give the path of a folder")
+        raise OutputError(f"{out} is a file; give the path of a folder")
     if not out.is_dir():
         return
     refuse_results(out)
     present = sorted(path.name for path in out.iterdir())
     if present and not overwrite:
-        raise UserError(
-            f"{out} is not empty ({', '.join(present[:3])}); give another --out, or --overwrite to replace the "
-            "files of an earlier export in it"
+        raise OutputError(
+            f"{out} is not empty ({', '.join(present[:3])}); give another folder, or {option('overwrite')} to "
+            "replace the files of an earlier export in it"
         )
 
 
-def make_folder(out: Path) -> Path:
+def create_folder(out: Path) -> Path:
+    """Create the folder and return it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror}; give another --out") from error
+        raise OutputError(f"cannot create the folder {out}: {error.strerror}; give another one") from error
     return out
 
 
 def check_file(out: Path, suffixes: tuple[str, ...], example: str, overwrite: bool) -> None:
-    """A file is written to a folder that is there, and over another only if asked."""
+    """Refuse a file with another suffix, without a parent folder, or that exists, unless ``overwrite``."""
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder; give the path of a file, such as {out / example}")
+        raise OutputError(f"{out} is a folder; give the path of a file, such as {out / example}")
     if out.suffix.lower() not in suffixes:
-        raise UserError(f"--out takes a {' or '.join(suffixes)} file here, such as {example}; found {out.name}")
+        raise OutputError(f"expected a {' or '.join(suffixes)} file, such as {example}; found {out.name}")
     if not out.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {out.absolute().parent} to write {out.name} to")
+        raise OutputError(f"there is no folder {out.absolute().parent} to write {out.name} to; create it first")
     refuse_results(out.absolute().parent)
     check_free(out, overwrite)
 
 
 def check_free(file: Path, overwrite: bool) -> None:
+    """Refuse a file that exists, unless ``overwrite``."""
     if file.exists() and not overwrite:
-        raise UserError(f"{file} is already there; give another --out, or --overwrite to replace it")
+        raise OutputError(f"{file} already exists; give another path, or {option('overwrite')} to replace it")
 
 
 def refuse_results(folder: Path) -> None:
-    """The weights and descriptions of a run have the names of an export's: keep out of its folder."""
-    if (folder / "report.json").is_file() or "heads" in _description(folder / "model.json"):
-        raise UserError(f"{folder} is a result folder of cdc-refine; give another --out, a folder below it say")
+    """Refuse the folder of a run, whose weights and description have the same names as those of an export."""
+    if (folder / "report.json").is_file() or "heads" in _read_description(folder / "model.json"):
+        raise OutputError(
+            f"{folder} is a result folder of cdc-refine; give another folder, for example {folder / 'export'}"
+        )
 
 
-def companion(weights: Path) -> Path:
-    """Where the description of a weights file is kept."""
+def find_description(weights: Path) -> Path:
+    """Return where the description of a weights file is kept."""
     return weights.with_suffix(".json")
 
 
 def write_description(weights: Path, source: Source, spec: dict[str, Any], made: dict[str, Any]) -> Path:
-    """Say beside the weights how this package builds their network again.
+    """Write beside the weights how this package rebuilds their network, and return that file.
 
     Args:
-        made: what else is worth knowing: for which library, under which name, how it is loaded.
+        made: for which library, under which name, and how it is loaded.
     """
-    file = companion(weights)
+    file = find_description(weights)
     backbone = {"spec": spec, "feature_dim": source.backbone.feature_dim, **source.input_facts()}
     if source.backbone.inferred:
         backbone["inferred"] = list(source.backbone.inferred)
@@ -110,21 +113,22 @@ def write_description(weights: Path, source: Source, spec: dict[str, Any], made:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write JSON atomically."""
     text = json.dumps(content, indent=2) + "\n"
     write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def remove_earlier(folder: Path, suffix: str, keep: Path) -> None:
-    """Take away weights that an earlier export put there under another name, told by their description."""
+    """Remove weights of an earlier export under another name, recognised by their description."""
     for file in folder.glob(f"*{suffix}"):
-        if file != keep and _description(companion(file)).get("weights") == file.name:
+        if file != keep and _read_description(find_description(file)).get("weights") == file.name:
             file.unlink()
-            companion(file).unlink()
+            find_description(file).unlink()
 
 
-def _description(file: Path) -> dict[str, Any]:
+def _read_description(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) and found.get("format") == "cdc_plugin" else {}
+    return content if isinstance(content, dict) and content.get("format") == "cdc_plugin" else {}

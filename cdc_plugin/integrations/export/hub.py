@@ -1,4 +1,4 @@
-"""The whole model as a folder for the Hugging Face hub, with a model card; also loaded offline."""
+"""Export the whole model as a folder for the Hugging Face hub, with a model card; it also loads offline."""
 
 from __future__ import annotations
 
@@ -11,72 +11,71 @@ import torch
 
 from cdc_plugin.checkpoints.formats.native import HUB_DESCRIPTION, WEIGHTS, read_native
 from cdc_plugin.checkpoints.load_model import is_result, load_model
-from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.export.files import Written, check_folder, make_folder, remove_earlier
+from cdc_plugin.errors import CheckpointError, OutputError, option
+from cdc_plugin.integrations.export.files import Export, check_folder, create_folder, remove_earlier
 from cdc_plugin.integrations.export.source import Source
-from cdc_plugin.integrations.hub.card import model_card
+from cdc_plugin.integrations.hub.card import render_card
 from cdc_plugin.integrations.hub.model import CARD, CalibratedClusterer
 from cdc_plugin.models.clusterer import Clusterer
 
 FILES = (WEIGHTS, HUB_DESCRIPTION, CARD)
 
 
-def export_hub(source: Source, out: Path, overwrite: bool) -> Written:
+def export_hub(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a folder for ``CalibratedClusterer.from_pretrained(FOLDER)``, or to be pushed to the hub."""
     check_folder(out, overwrite)
     model, provenance, report = _open(source)
-    folder = make_folder(out)
+    folder = create_folder(out)
     exported = CalibratedClusterer(model, provenance)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=folder) as name:
         staging = Path(name)
         exported.save_pretrained(staging)
         described = json.loads((staging / HUB_DESCRIPTION).read_text(encoding="utf-8"))
-        (staging / CARD).write_text(model_card(described, report), encoding="utf-8")
+        (staging / CARD).write_text(render_card(described, report), encoding="utf-8")
         _check(staging, exported)
         remove_earlier(folder, ".safetensors", keep=staging)
         for file in FILES:
             (staging / file).replace(folder / file)
     load = (
-        "from cdc_plugin.integrations.hub.model import CalibratedClusterer",
+        "from cdc_plugin import CalibratedClusterer",
         f'model = CalibratedClusterer.from_pretrained("{folder}")',
     )
-    notes = (f"{folder / CARD} states no licence: add one before you publish it",)
-    return Written(tuple(folder / file for file in FILES), source.network, load, notes)
+    notes = (f"{folder / CARD} states no licence: add one before publishing",)
+    return Export(tuple(folder / file for file in FILES), source.network, load, notes)
 
 
 def _open(source: Source) -> tuple[Clusterer, dict[str, Any], dict[str, Any]]:
-    """The model with both its heads, what it was made from, and the report of its run, as far as there is one."""
+    """Return the model with both heads, its provenance, and the report of its run (empty if there is none)."""
     if source.backbone.spec is None:
-        raise UserError(
+        raise CheckpointError(
             f"{source.name} is a network of the user's own class, which no file can rebuild; "
-            "--to onnx takes any network"
+            f"{option('to', 'onnx')} takes any network"
         )
     if source.model is not None:
         return source.model, {}, {}
     path = Path(source.name)
     if source.head is None or not is_result(path):
-        raise UserError(
-            f"--to hub takes a result of cdc-refine, {source.name} is none: its confidence is not calibrated; "
+        raise CheckpointError(
+            f"the hub export takes a result of cdc-refine, but the confidence of {source.name} is not calibrated; "
             f"type: cdc-refine --backbone {source.name}"
         )
-    return load_model(path), read_native(path)[0].get("provenance") or {}, _report(path)
+    return load_model(path), read_native(path)[0].get("provenance") or {}, _read_report(path)
 
 
-def _report(path: Path) -> dict[str, Any]:
+def _read_report(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(((path if path.is_dir() else path.parent) / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return dict(json.loads(((path if path.is_dir() else path.parent) / "report.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 @torch.no_grad()
 def _check(folder: Path, exported: CalibratedClusterer) -> None:
-    """The folder must give the model's own probabilities."""
+    """Refuse files that give other probabilities than the model."""
     backbone = exported.clusterer.backbone
     side = backbone.input_size
     images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     expected = exported.eval()(images.to(backbone.mean.device)).cpu()
-    found = CalibratedClusterer.from_pretrained(str(folder))(images)
-    if not torch.allclose(found, expected, rtol=0, atol=1e-5):
-        raise UserError(f"{folder.parent}: the files give other probabilities than the model; nothing was written")
+    actual = CalibratedClusterer.from_pretrained(str(folder))(images)
+    if not torch.allclose(actual, expected, rtol=0, atol=1e-5):
+        raise OutputError(f"{folder.parent}: the files give other probabilities than the model; nothing was written")

@@ -1,4 +1,4 @@
-"""The whole model as one ONNX graph: images in [0, 1] to calibrated probabilities and features."""
+"""Export the whole model as one ONNX graph: from images in [0, 1] to calibrated probabilities and features."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.export.files import Written, check_file
-from cdc_plugin.integrations.export.source import Source, assumed_note
+from cdc_plugin.errors import CheckpointError, ConfigError, OutputError, option
+from cdc_plugin.integrations.export.files import Export, check_file
+from cdc_plugin.integrations.export.source import Source, note_assumptions
 from cdc_plugin.models.backbone import Backbone
 
 OPSET = 18
@@ -25,8 +25,8 @@ TOLERANCE = 1e-4
 LIMIT = 2_000_000_000  # one file of the format holds 2 GB
 
 
-class Pictures(nn.Module):
-    """Images (N, 3, S, S) in [0, 1] to probabilities (N, C) and features (N, D); normalisation is inside."""
+class ImageModel(nn.Module):
+    """A module from images (N, 3, S, S) in [0, 1] to probabilities (N, C) and features (N, D), with normalisation."""
 
     def __init__(self, backbone: Backbone, head: nn.Module | None) -> None:
         super().__init__()
@@ -40,16 +40,18 @@ class Pictures(nn.Module):
         return F.softmax(self.head(features), dim=1), features
 
 
-def export_onnx(source: Source, out: Path, overwrite: bool) -> Written:
-    """Write an ``.onnx`` file whose outputs onnxruntime has reproduced."""
+def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
+    """Write an ``.onnx`` file after onnxruntime reproduced its outputs."""
     check_file(out, (".onnx",), "model.onnx", overwrite)
     _require_packages()
-    model = copy.deepcopy(Pictures(source.backbone, source.head)).cpu().eval()  # the user's may be on a GPU
+    model = copy.deepcopy(ImageModel(source.backbone, source.head)).cpu().eval()  # the user's may be on a GPU
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     if size > LIMIT:
-        raise UserError(f"{source.name} has {size / 1e9:.1f} GB of weights, an ONNX file holds 2 GB; try --to timm")
+        raise OutputError(
+            f"{source.name} has {size / 1e9:.1f} GB of weights, an ONNX file holds 2 GB; try {option('to', 'timm')}"
+        )
     names = ("features",) if source.head is None else ("probabilities", "features")
-    program = _graph(model, names, source)
+    program = _trace(model, names, source)
     program.model.metadata_props.update(_metadata(source))
 
     def write(path: Path) -> None:
@@ -63,15 +65,15 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Written:
         f'{", ".join(names)}{"," * (len(names) == 1)} = session.run(None, {{"images": images}})'
         f"  # float32 (N, 3, {source.backbone.input_size}, {source.backbone.input_size}) in [0, 1]",
     )
-    notes = () if source.head is not None else (f"{source.name} has no clustering head: the graph gives features only",)
-    return Written((out,), f"ONNX graph, opset {OPSET}", load, (*notes, *assumed_note(source)))
+    notes = () if source.head is not None else (f"{source.name} has no clustering head: the graph returns features",)
+    return Export((out,), f"ONNX graph, opset {OPSET}", load, (*notes, *note_assumptions(source)))
 
 
-def _graph(model: Pictures, names: tuple[str, ...], source: Source) -> Any:
-    images = _images(2, source)
+def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
+    images = _random_images(2, source)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # the exporter's own, on matters of its inside
+            warnings.simplefilter("ignore")  # the exporter's own, about its internals
             return torch.onnx.export(
                 model,
                 (images,),
@@ -84,7 +86,7 @@ def _graph(model: Pictures, names: tuple[str, ...], source: Source) -> Any:
             )
     except Exception as error:  # the exporter raises its own errors, which vary with its version
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UserError(f"torch cannot turn {source.name} ({source.network}) into an ONNX graph: {reason}") from error
+        raise CheckpointError(f"torch cannot export {source.name} ({source.network}) to ONNX: {reason}") from error
 
 
 def _metadata(source: Source) -> dict[str, str]:
@@ -100,29 +102,29 @@ def _metadata(source: Source) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
 
 
-def _check(path: Path, model: Pictures, source: Source) -> None:
-    """Run the file in onnxruntime for other batch sizes than it was traced with, and compare."""
+def _check(path: Path, model: ImageModel, source: Source) -> None:
+    """Refuse a file that onnxruntime computes differently, at other batch sizes than it was traced with."""
     import onnxruntime
 
-    # A quiet session of its own: warnings of the graph's optimiser are of no use to the user.
+    # A quiet session: warnings of the graph's optimiser are of no use to the user.
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
     for batch in (1, 3):
-        images = _images(batch, source)
+        images = _random_images(batch, source)
         with torch.no_grad():
             expected = model(images)
-        found = session.run(None, {"images": images.numpy()})
-        for wanted, values in zip(expected, found, strict=True):
-            distance = (torch.from_numpy(values) - wanted).abs().max().item()
-            if not distance <= TOLERANCE * max(1.0, wanted.abs().max().item()):
-                raise UserError(
+        outputs = session.run(None, {"images": images.numpy()})
+        for tensor, values in zip(expected, outputs, strict=True):
+            distance = (torch.from_numpy(values) - tensor).abs().max().item()
+            if not distance <= TOLERANCE * max(1.0, tensor.abs().max().item()):
+                raise OutputError(
                     f"onnxruntime computes other numbers than torch for {source.name} (difference {distance:.1e}): "
                     "nothing was written; try another version of torch or onnxruntime"
                 )
 
 
-def _images(batch: int, source: Source) -> Tensor:
+def _random_images(batch: int, source: Source) -> Tensor:
     side = source.backbone.input_size
     return torch.rand(batch, 3, side, side, generator=torch.Generator().manual_seed(batch))
 
@@ -132,4 +134,4 @@ def _require_packages() -> None:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise UserError(f"an ONNX export needs {package}; type: pip install 'cdc-plugin[onnx]'") from error
+            raise ConfigError(f"an ONNX export needs {package}; type: pip install 'cdc-plugin[onnx]'") from error

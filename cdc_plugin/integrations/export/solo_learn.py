@@ -1,4 +1,4 @@
-"""A backbone as a run folder of solo-learn: a ``.ckpt`` for its linear evaluation and the ``args.json`` beside it."""
+"""Export a backbone as a run folder of solo-learn: a ``.ckpt`` for its linear evaluation and its ``args.json``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_S
 from cdc_plugin.checkpoints.load import Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, UserError, option
 from cdc_plugin.integrations.export.files import (
-    Written,
+    Export,
     check_folder,
-    make_folder,
+    create_folder,
     remove_earlier,
     write_description,
     write_json,
 )
-from cdc_plugin.integrations.export.source import Source, assumed_note, computes_alike
-from cdc_plugin.integrations.export.torchvision import torchvision_name
+from cdc_plugin.integrations.export.source import Source, compute_same_features, note_assumptions
+from cdc_plugin.integrations.export.torchvision import find_torchvision_name
 
 # solo-learn's networks by the width of their first layer and the number of blocks in one of their stages.
 CONVNEXTS = {(96, 9): "tiny", (96, 27): "small", (128, 27): "base", (192, 27): "large"}
@@ -39,7 +39,7 @@ CUSTOM = (IMAGENET_MEAN, IMAGENET_STD, 224)
 
 @dataclass(frozen=True)
 class Settings:
-    """What solo-learn must be told to build a network.
+    """Settings from which solo-learn builds a network.
 
     Args:
         method: decides the class of a vision transformer; ``base`` is solo-learn's name for no method.
@@ -52,35 +52,35 @@ class Settings:
     dataset: str = "custom"
 
     def overrides(self, checkpoint: Path) -> str:
-        """The words that ``main_linear.py`` needs on its command line."""
+        """Return the arguments that ``main_linear.py`` needs."""
         kwargs = "".join(f" ++backbone.kwargs.{key}={value}" for key, value in self.kwargs.items())
-        # Hydra takes the quotes off; without them the equals sign in the file's name would not pass.
+        # Hydra removes the quotes; without them the equals sign in the file name would be an error.
         return (
             f"backbone.name={self.name}{kwargs} pretrain_method={self.method} data.dataset={self.dataset} "
             f"'pretrained_feature_extractor=\"{checkpoint}\"'"
         )
 
 
-def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Written:
-    """Write a run folder that ``main_linear.py`` loads without a missing or a left-over weight."""
+def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Export:
+    """Write a run folder that ``main_linear.py`` loads without a missing or unexpected weight."""
     check_folder(out, overwrite)
-    settings, spec = _settings(source)
+    settings, spec = _find_settings(source)
     file = f"cdc-{settings.name}-ep={source.epochs or 0}.ckpt"
-    folder = make_folder(out)
+    folder = create_folder(out)
     checkpoint, arguments = folder / file, folder / "args.json"
-    payload = solo_payload(source)
+    payload = build_payload(source)
     write_atomically(checkpoint, lambda path: torch.save(payload, path))
-    write_json(arguments, solo_arguments(source, settings))
+    write_json(arguments, build_arguments(source, settings))
     load = (f"python main_linear.py --config-path FOLDER --config-name FILE.yaml {settings.overrides(checkpoint)}",)
     made = {"library": "solo-learn", "network": settings.name, "load": load}
     described = write_description(checkpoint, source, spec, made)
     remove_earlier(folder, ".ckpt", keep=checkpoint)
-    notes = (*_input_note(source, settings), *assumed_note(source))
-    return Written((checkpoint, arguments, described), settings.name, load, notes)
+    notes = (*_note_input(source, settings), *note_assumptions(source))
+    return Export((checkpoint, arguments, described), settings.name, load, notes)
 
 
-def solo_payload(source: Source) -> dict[str, Any]:
-    """The content of a ``.ckpt``: what Lightning would have saved, the backbone being all that was trained."""
+def build_payload(source: Source) -> dict[str, Any]:
+    """Return the content of a ``.ckpt``: what Lightning would save if only the backbone had been trained."""
     return {
         "epoch": source.epochs or 0,
         "global_step": 0,
@@ -93,8 +93,8 @@ def solo_payload(source: Source) -> dict[str, Any]:
     }
 
 
-def solo_arguments(source: Source, settings: Settings) -> dict[str, Any]:
-    """The content of ``args.json``: enough for solo-learn to build the model, and for others to feed it."""
+def build_arguments(source: Source, settings: Settings) -> dict[str, Any]:
+    """Return the content of ``args.json``: what solo-learn needs to build the model, and others to feed it."""
     facts = source.input_facts()
     return {
         "name": f"cdc-{settings.name}",
@@ -116,60 +116,60 @@ def solo_arguments(source: Source, settings: Settings) -> dict[str, Any]:
     }
 
 
-def candidates(state: Mapping[str, Tensor], side: int) -> Iterator[Settings]:
-    """Settings whose network may have these weights, told by names and shapes."""
+def guess_settings(state: Mapping[str, Tensor], side: int) -> Iterator[Settings]:
+    """Yield settings whose network may have these weights, by their names and shapes."""
     if is_resnet(state):
         spec = resnet_spec(state)[0]
-        name = torchvision_name(spec)
+        name = find_torchvision_name(spec)
         if name in ("resnet18", "resnet50"):
             yield Settings(name, dataset="cifar10" if spec["stem"]["kernel"] == 3 else "custom")
     elif "block1.layer.0.conv1.weight" in state:
         yield Settings(f"wide_resnet28w{len(state['block1.layer.0.conv1.weight']) // 16}")
     elif "stages.0.blocks.0.conv_dw.weight" in state:
-        yield from _sized("convnext", CONVNEXTS, state, "stem.0.weight", "stages.2.blocks.")
+        yield from _guess_size("convnext", CONVNEXTS, state, "stem.0.weight", "stages.2.blocks.")
     elif "network.0.0.norm1.weight" in state:
-        yield from _sized("poolformer", POOLFORMERS, state, "patch_embed.proj.weight", "network.0.")
+        yield from _guess_size("poolformer", POOLFORMERS, state, "patch_embed.proj.weight", "network.0.")
     elif "layers.0.blocks.0.attn.relative_position_bias_table" in state:
         table = state["layers.0.blocks.0.attn.relative_position_bias_table"]
-        kwargs = _unusual({"window_size": ((math.isqrt(len(table)) + 1) // 2, 7), "img_size": (side, 224)})
-        yield from _sized("swin", SWINS, state, "patch_embed.proj.weight", "layers.2.blocks.", kwargs)
+        kwargs = _drop_defaults({"window_size": ((math.isqrt(len(table)) + 1) // 2, 7), "img_size": (side, 224)})
+        yield from _guess_size("swin", SWINS, state, "patch_embed.proj.weight", "layers.2.blocks.", kwargs)
     elif "blocks.0.attn.qkv.weight" in state and "patch_embed.proj.weight" in state:
         width, _, patch = state["patch_embed.proj.weight"].shape[:3]
-        kwargs = _unusual({"patch_size": (patch, 16), "img_size": (side, 224)})
+        kwargs = _drop_defaults({"patch_size": (patch, 16), "img_size": (side, 224)})
         if "fc_norm.weight" in state:
             kwargs["global_pool"] = "avg"
         if width in VITS:
             yield from (Settings(f"vit_{VITS[width]}", kwargs, method) for method in ("base", "mae", "mocov3"))
 
 
-def _settings(source: Source) -> tuple[Settings, dict[str, Any]]:
-    """Settings under which solo-learn's network computes the source's features, and our spec of that network."""
+def _find_settings(source: Source) -> tuple[Settings, dict[str, Any]]:
+    """Return settings under which solo-learn's network computes the source's features, and our spec of it."""
     state = source.weights()
     load = formats.get("solo-learn").load
-    tried = list(candidates(state, source.backbone.input_size))
+    tried = list(guess_settings(state, source.backbone.input_size))
     for settings in tried:
-        beside = {"args.json": solo_arguments(source, settings)}
-        payload = solo_payload(source)
+        beside = {"args.json": build_arguments(source, settings)}
+        payload = build_payload(source)
         checkpoint = Checkpoint(Path(source.name) / "export.ckpt", payload, beside, payload["state_dict"])
         try:
             built = load(checkpoint, Wanted()).backbone
         except UserError:
             continue  # other names or shapes
-        if built.spec is not None and computes_alike(source.backbone, built.module):
+        if built.spec is not None and compute_same_features(source.backbone, built.module):
             return settings, built.spec
     if tried and tried[0].dataset == "cifar10":
-        raise UserError(
+        raise CheckpointError(
             f"solo-learn's {tried[0].name} for small images has a 3x3 stem with padding 2 and no max-pool, "
             f"{source.name} is {source.network}: it would load there and compute other features; "
-            "--to torchvision takes it"
+            f"{option('to', 'torchvision')} takes it"
         )
-    raise UserError(
+    raise CheckpointError(
         f"solo-learn has no network that computes what {source.name} does ({source.network}); "
-        "--to onnx takes any network"
+        f"{option('to', 'onnx')} takes any network"
     )
 
 
-def _sized(
+def _guess_size(
     kind: str,
     names: Mapping[tuple[int, int], str],
     state: Mapping[str, Tensor],
@@ -183,13 +183,13 @@ def _sized(
         yield Settings(f"{kind}_{size}", kwargs or {})
 
 
-def _unusual(values: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """The values that differ from solo-learn's defaults: {name: (value, default)}."""
+def _drop_defaults(values: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return the values that differ from solo-learn's defaults, given {name: (value, default)}."""
     return {name: int(value) for name, (value, default) in values.items() if value != default}
 
 
-def _input_note(source: Source, settings: Settings) -> tuple[str, ...]:
-    """Its evaluation fixes mean, std and image side by data set; say so where they are not the backbone's."""
+def _note_input(source: Source, settings: Settings) -> tuple[str, ...]:
+    """Warn where the mean, std and image size that its evaluation fixes per data set are not the backbone's."""
     mean, std, side = CIFAR if settings.dataset == "cifar10" else CUSTOM
     facts = source.input_facts()
     distance = max(abs(a - b) for a, b in zip((*mean, *std), (*facts["mean"], *facts["std"]), strict=True))
@@ -197,6 +197,6 @@ def _input_note(source: Source, settings: Settings) -> tuple[str, ...]:
         return ()
     return (
         f"solo-learn evaluates {settings.dataset} data with mean {list(mean)}, std {list(std)} at {side} pixels, "
-        f"this backbone wants mean {facts['mean']}, std {facts['std']} at {facts['input_size']}: set them in "
+        f"this backbone needs mean {facts['mean']}, std {facts['std']} at {facts['input_size']}: set them in "
         "solo/data/classification_dataloader.py",
     )

@@ -1,4 +1,4 @@
-"""What is exported, and the proof that another library's network computes the same from the same weights."""
+"""The model to export, and the check that another library's network computes the same from its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
 from cdc_plugin.checkpoints.weights import compare, load_strictly
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.architectures import build, describe, skeleton
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
@@ -42,12 +42,12 @@ class Source:
         return describe(self.backbone.spec)
 
     def weights(self) -> dict[str, Tensor]:
-        """The backbone's weights on the CPU, each with memory of its own, as file formats want them."""
+        """Return the backbone's weights on the CPU, each with its own memory, as file formats require."""
         state = self.backbone.module.state_dict()
         return {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
 
     def input_facts(self) -> dict[str, Any]:
-        """Mean, std and image side as plain numbers; float32 noise is not passed on."""
+        """Return mean, std and image size as plain numbers, without float32 noise."""
         backbone = self.backbone
         mean, std = ([round(number, 6) for number in values.tolist()] for values in (backbone.mean, backbone.std))
         return {"mean": mean, "std": std, "input_size": backbone.input_size}
@@ -56,7 +56,11 @@ class Source:
 def open_source(
     model: str | Path | Clusterer | Backbone | Source, format: str | None = None, arch: str | None = None
 ) -> Source:
-    """The model to export, in evaluation mode; guesses about its network are not passed on as facts."""
+    """Return the model to export, in evaluation mode.
+
+    Raises:
+        CheckpointError: the network's stem is only guessed, which an export must not state as a fact.
+    """
     if isinstance(model, Source):
         return model
     if isinstance(model, Clusterer):
@@ -69,39 +73,39 @@ def open_source(
         source = Source(str(model), loaded.backbone.eval(), head, loaded.origin.epoch)
     guessed = [fact.removeprefix("stem.") for fact in source.backbone.inferred if fact.startswith("stem.")]
     if guessed:
-        raise UserError(
-            f"{source.name} does not state its stem's {', '.join(guessed)}, which only images can settle; "
+        raise CheckpointError(
+            f"{source.name} does not state its stem's {', '.join(guessed)}, which only images can show; "
             "run cdc-refine on it and export the result folder"
         )
     return source
 
 
-def assumed_note(source: Source) -> tuple[str, ...]:
-    """A line on what the checkpoint did not state and the export therefore passes on as an assumption."""
+def note_assumptions(source: Source) -> tuple[str, ...]:
+    """Return a line on what the checkpoint did not state, so that the export assumes it; empty if nothing."""
     facts = source.backbone.inferred
-    return (f"{source.name} does not state {', '.join(facts)}: what is usual for it was taken",) if facts else ()
+    return (f"{source.name} does not state {', '.join(facts)}: the usual values were assumed",) if facts else ()
 
 
-def twin(source: Source, specs: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first spec whose network takes the weights and computes the same features from them."""
+def find_equal_network(source: Source, specs: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first spec whose network takes the weights and computes the same features from them."""
     state = source.weights()
     for spec in specs:
         if not compare(skeleton(spec), state):
             network, _ = build(spec)
             load_strictly(network, state, source.name)
-            if computes_alike(source.backbone, network):
+            if compute_same_features(source.backbone, network):
                 return spec
     return None
 
 
 @torch.no_grad()
-def computes_alike(backbone: Backbone, network: nn.Module) -> bool:
-    """Whether a network gives the backbone's features; padding, pooling and attention heads have no weights."""
+def compute_same_features(backbone: Backbone, network: nn.Module) -> bool:
+    """Return whether a network computes the backbone's features: padding, pooling, attention heads have no weights."""
     device = backbone.mean.device
     side = backbone.input_size
     images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     expected = backbone.eval()(images.to(device)).cpu()
-    found = network.cpu().eval()(images)
-    if not isinstance(found, Tensor) or found.flatten(1).shape != expected.shape:
+    actual = network.cpu().eval()(images)
+    if not isinstance(actual, Tensor) or actual.flatten(1).shape != expected.shape:
         return False
-    return bool((found.flatten(1) - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    return bool((actual.flatten(1) - expected).abs().max() <= TOLERANCE * expected.abs().max())

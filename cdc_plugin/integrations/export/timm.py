@@ -1,4 +1,4 @@
-"""A backbone as timm loads it: ``model.safetensors`` and ``config.json``, as on the Hugging Face hub."""
+"""Export a backbone for timm: ``model.safetensors`` and ``config.json``, as on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.resize import storage_size
-from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.export.files import Written, check_folder, make_folder, write_description, write_json
-from cdc_plugin.integrations.export.source import Source, assumed_note, twin
-from cdc_plugin.integrations.export.torchvision import torchvision_name
+from cdc_plugin.errors import CheckpointError, option
+from cdc_plugin.integrations.export.files import Export, check_folder, create_folder, write_description, write_json
+from cdc_plugin.integrations.export.source import Source, find_equal_network, note_assumptions
+from cdc_plugin.integrations.export.torchvision import find_torchvision_name
 from cdc_plugin.models.architectures import build
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-# What timm keeps of a model beside the input, needed to give it another classifier or other channels.
+# What timm needs, beside facts about the input, to replace the classifier or the input channels.
 KEPT = ("pool_size", "first_conv", "classifier", "fixed_input_size", "min_input_size")
 
 
-def export_timm(source: Source, out: Path, overwrite: bool) -> Written:
+def export_timm(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``."""
     from safetensors.torch import save_file
 
     check_folder(out, overwrite)
-    spec = twin(source, _candidates(source))
+    spec = find_equal_network(source, _candidates(source))
     if spec is None:
-        raise UserError(
+        raise CheckpointError(
             f"timm has no network that computes what {source.name} does ({source.network}); "
-            "--to torchvision takes ResNets with any stem, --to onnx any network"
+            f"{option('to', 'torchvision')} takes ResNets with any stem, {option('to', 'onnx')} any network"
         )
-    folder = make_folder(out)
+    folder = create_folder(out)
     weights, config = folder / WEIGHTS, folder / CONFIG
     load = (
         "import timm",
@@ -39,13 +39,13 @@ def export_timm(source: Source, out: Path, overwrite: bool) -> Written:
     )
     tensors = source.weights()
     write_atomically(weights, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    write_json(config, timm_config(source, spec))
+    write_json(config, build_config(source, spec))
     described = write_description(weights, source, spec, {"library": "timm", "network": spec["name"], "load": load})
-    return Written((weights, config, described), spec["name"], load, assumed_note(source))
+    return Export((weights, config, described), spec["name"], load, note_assumptions(source))
 
 
-def timm_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:
-    """What timm reads beside the weights: how to build the model, and what its input must look like."""
+def build_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what timm reads beside the weights: how to build the model, and what its input looks like."""
     network: Any = build(spec)[0]
     facts = source.input_facts()
     side = facts["input_size"]
@@ -63,7 +63,7 @@ def timm_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:
             "std": facts["std"],
             "num_classes": 0,
             "interpolation": "bilinear",
-            "crop_pct": side / storage_size(side),  # as plain views are cut
+            "crop_pct": side / storage_size(side),  # the crop of plain views
             "crop_mode": "center",
             **{key: usual[key] for key in KEPT if usual.get(key) is not None},
         },
@@ -75,6 +75,6 @@ def _candidates(source: Source) -> Iterator[dict[str, Any]]:
     if spec.get("family") == "timm":
         yield {"family": "timm", "name": spec["name"], "kwargs": dict(spec.get("kwargs", {}))}
     elif is_resnet(state := source.backbone.module.state_dict()):
-        name = torchvision_name(resnet_spec(state)[0])  # timm has the same names for these
+        name = find_torchvision_name(resnet_spec(state)[0])  # timm has the same names for these
         if name is not None:
             yield {"family": "timm", "name": name, "kwargs": {}}

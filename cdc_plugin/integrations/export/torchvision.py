@@ -1,4 +1,4 @@
-"""A backbone as a state dict for ``torchvision.models``, also with the small stems that many people put there."""
+"""Export a backbone as a state dict for ``torchvision.models``, also with the small stems of low-resolution images."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.export.files import Written, check_file, check_free, companion, write_description
-from cdc_plugin.integrations.export.source import Source, assumed_note, twin
+from cdc_plugin.errors import CheckpointError, option
+from cdc_plugin.integrations.export.files import Export, check_file, check_free, find_description, write_description
+from cdc_plugin.integrations.export.source import Source, find_equal_network, note_assumptions
 from cdc_plugin.models.architectures import STEM
 
 # torchvision's ResNets by block, depths, groups and width per group; all have the widths 64/128/256/512.
@@ -31,26 +31,26 @@ RESNETS = {
 WIDTHS = [64, 128, 256, 512]
 
 
-def export_torchvision(source: Source, out: Path, overwrite: bool) -> Written:
+def export_torchvision(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a state dict without classifier, and beside it the lines of Python that load it."""
     check_file(out, (".pth", ".pt"), "resnet18.pth", overwrite)
-    check_free(companion(out), overwrite)
-    spec = twin(source, _candidates(source))
-    name = None if spec is None else torchvision_name(spec)
+    check_free(find_description(out), overwrite)
+    spec = find_equal_network(source, _candidates(source))
+    name = None if spec is None else find_torchvision_name(spec)
     if spec is None or name is None:
-        raise UserError(
+        raise CheckpointError(
             f"torchvision has no network that computes what {source.name} does ({source.network}); "
-            "--to onnx takes any network"
+            f"{option('to', 'onnx')} takes any network"
         )
-    load = loading_code(name, spec, out)
+    load = write_loading_code(name, spec, out)
     tensors = source.weights()
     write_atomically(out, lambda path: torch.save(tensors, path))
     described = write_description(out, source, spec, {"library": "torchvision", "network": name, "load": load})
-    return Written((out, described), name, load, (*_stem_note(spec), *assumed_note(source)))
+    return Export((out, described), name, load, (*_note_stem(spec), *note_assumptions(source)))
 
 
-def torchvision_name(spec: dict[str, Any]) -> str | None:
-    """What torchvision calls the network of a spec, its stem aside."""
+def find_torchvision_name(spec: dict[str, Any]) -> str | None:
+    """Return torchvision's name for the network of a spec, apart from its stem; None if it has none."""
     if spec["family"] == "torchvision":
         return str(spec["name"])
     if list(spec["widths"]) != WIDTHS or spec.get("stem", {}).get("width", 64) != 64:
@@ -59,8 +59,8 @@ def torchvision_name(spec: dict[str, Any]) -> str | None:
     return RESNETS.get(shape)
 
 
-def loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str, ...]:
-    """The lines of Python that build torchvision's network, adapt it, and load the weights strictly."""
+def write_loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str, ...]:
+    """Return the lines of Python that build torchvision's network, adapt it, and load the weights strictly."""
     kwargs = "".join(f", {key}={value!r}" for key, value in _kwargs(name, spec).items())
     lines = ["import torch, torchvision", f'model = torchvision.models.get_model("{name}"{kwargs})']
     if spec["family"] == "resnet":
@@ -78,13 +78,13 @@ def loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str, ...]
 
 
 def _kwargs(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of torchvision's constructor; two networks have auxiliary classifiers that features do not need."""
+    """Return arguments of the constructor; two networks have auxiliary classifiers that features do not need."""
     extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     return extra | dict(spec.get("kwargs", {}))
 
 
 def _classifier(spec: dict[str, Any]) -> str:
-    """Path of the linear layer that gives way to the identity."""
+    """Return the path of the linear layer that the identity replaces."""
     from torchvision import models
 
     with torch.device("meta"):
@@ -92,10 +92,10 @@ def _classifier(spec: dict[str, Any]) -> str:
     return [path for path, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
 
 
-def _stem_note(spec: dict[str, Any]) -> tuple[str, ...]:
+def _note_stem(spec: dict[str, Any]) -> tuple[str, ...]:
     if spec["family"] != "resnet" or STEM | dict(spec.get("stem", {})) == STEM:
         return ()
-    return ("its stem is not torchvision's own: build conv1 and maxpool as the lines show, or features differ",)
+    return ("its stem is not torchvision's own: build conv1 and maxpool as shown, or the features differ",)
 
 
 def _candidates(source: Source) -> Iterator[dict[str, Any]]:

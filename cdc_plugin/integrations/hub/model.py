@@ -14,28 +14,28 @@ from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, HUB_DESCRIPTION, WEIGHTS
 from cdc_plugin.checkpoints.load_model import load_model
-from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.hub.card import LIBRARY, PIPELINE, TAGS, model_card, public
+from cdc_plugin.errors import CheckpointError, OutputError
+from cdc_plugin.integrations.hub.card import LIBRARY, PIPELINE, TAGS, render_card, strip_folders
 from cdc_plugin.models.clusterer import Clusterer
 
 CARD = "README.md"
 
 
 class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY, pipeline_tag=PIPELINE, tags=[*TAGS]):
-    """Images (N, 3, S, S) in [0, 1] to calibrated probabilities (N, C); mean and std are applied inside.
+    """A model that maps images (N, 3, S, S) in [0, 1] to calibrated probabilities (N, C), for the Hugging Face hub.
 
-    ``from_pretrained`` takes a folder, which needs no network, or the name of a repository. Every weight must be there,
-    and no code of the folder is run.
+    Mean and std are applied inside. ``from_pretrained`` takes a folder, which needs no network, or the name of a
+    repository. Every weight must be present, and no code from the folder is run.
 
     Args:
-        provenance: what it was made from; published, hence without the folders in paths.
-        card: text of the model card; made from the model if left out.
+        provenance: what it was made from; published, hence paths lose their folders.
+        card: text of the model card; written from the model by default.
     """
 
     def __init__(self, clusterer: Clusterer, provenance: dict[str, Any] | None = None, card: str | None = None) -> None:
         super().__init__()
         self.clusterer = clusterer
-        self.provenance = public(provenance or {})
+        self.provenance = strip_folders(provenance or {})
         self.card = card
 
     def forward(self, images: Tensor) -> Tensor:
@@ -49,11 +49,11 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
         return F.softmax(self.clusterer(normalised), dim=1)
 
     def predict_proba(self, images: Any, batch_size: int = 256) -> NDArray[np.float32]:
-        """Calibrated probabilities (N, C) of paths, PIL images or uint8 arrays; see `Clusterer.predict_proba`."""
+        """Return probabilities (N, C) of paths, PIL images or uint8 arrays; see `Clusterer.predict_proba`."""
         return self.clusterer.predict_proba(images, batch_size)
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
-        """The card; ``model_card_kwargs={"license": "mit"}`` of the other methods sets its metadata."""
+        """Return the card; ``model_card_kwargs={"license": "mit"}`` of the other methods sets its metadata."""
         card = ModelCard(self.card) if self.card is not None else super().generate_model_card(*args)
         for key, value in kwargs.items():
             setattr(card.data, key, value)
@@ -61,16 +61,16 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
 
     def _save_pretrained(self, save_directory: Path) -> None:
         if self.clusterer.backbone.spec is None:
-            raise UserError(
+            raise CheckpointError(
                 "the model was refined from a network of the user's own class, which no file can rebuild; "
                 "cdc_plugin.export_model(model, 'onnx', FILE) takes any network"
             )
         if (save_directory / DESCRIPTION).exists():
-            raise UserError(f"{save_directory} holds another model ({DESCRIPTION}); give another folder")
+            raise OutputError(f"{save_directory} holds another model ({DESCRIPTION}); give another folder")
         self.clusterer.save(save_directory, self.provenance)
         described = (save_directory / DESCRIPTION).replace(save_directory / HUB_DESCRIPTION)
         if self.card is None:
-            self.card = model_card(json.loads(described.read_text(encoding="utf-8")), {})
+            self.card = render_card(json.loads(described.read_text(encoding="utf-8")), {})
 
     @classmethod
     def _from_pretrained(
@@ -83,8 +83,8 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
         local_files_only: bool,
         token: str | bool | None,
         map_location: str = "cpu",
-        strict: bool = True,  # always
-        **model_kwargs: Any,  # what config.json says of the arguments of __init__; older releases add their own
+        strict: bool = True,  # passed by the mixin; loading is always strict
+        **model_kwargs: Any,  # arguments of __init__ from config.json
     ) -> CalibratedClusterer:
         folder = Path(model_id)
         if not folder.is_dir():
