@@ -15,7 +15,7 @@ from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.backbone import Backbone
 
 LIGHTNING = "pytorch-lightning_version"
@@ -72,7 +72,7 @@ def _named_by_user(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
     prefix = next((p for p in USUAL_PREFIXES if any(key.startswith(p) for key in state)), "")
     if wanted.arch is None:
         sample = ", ".join(list(state)[:3])
-        raise UserError(
+        raise CheckpointError(
             f"no known network is below {prefix or 'the top'} of {checkpoint.path} ({sample}); "
             "pass --arch NAME (a torchvision or timm name)"
         )

@@ -16,7 +16,7 @@ from cdc_plugin.checkpoints.formats.timm.fit import TRANSFORMER
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.weights import load_strictly
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 
@@ -31,7 +31,7 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     record = payload_fields(payload_fields(checkpoint.payload).get(RECORD))
     inside = choose_inside(checkpoint, wanted) or _whole_module(checkpoint, record, wanted)
     if inside is None:
-        raise UserError(
+        raise CheckpointError(
             f"{checkpoint.path} is of lightly-train, but holds no network of torchvision's or timm's; "
             "pass --arch NAME with the one it was trained as"
         )

@@ -13,7 +13,7 @@ from cdc_plugin.checkpoints.locate import read_sidecars
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS
@@ -34,15 +34,15 @@ def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     given = Path(path)
     folder = given if given.is_dir() else given.parent
     if not given.exists():
-        raise UserError(f"there is no result folder {given}; give the folder that cdc-refine wrote")
+        raise CheckpointError(f"there is no result folder {given}; give the folder that cdc-refine wrote")
     described = description_file(folder)
     for file in (described, folder / WEIGHTS):
         if not file.is_file():
-            raise UserError(f"{folder} has no {file.name}; is the run unfinished? Let it end first")
+            raise CheckpointError(f"{folder} has no {file.name}; is the run unfinished? Let it end first")
     try:
         description = json.loads(described.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{described} is not JSON ({error}); was the run interrupted?") from error
+        raise CheckpointError(f"{described} is not JSON ({error}); was the run interrupted?") from error
     _check_description(description, described)
     return description, read_checkpoint(folder / WEIGHTS).state
 
@@ -51,7 +51,7 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
     """The backbone part of a result folder, with the input convention it was refined with."""
     record = description["backbone"]
     if not isinstance(record.get("spec"), dict):
-        raise UserError(
+        raise CheckpointError(
             f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
             "give that network as well: cdc_plugin.load_model(folder, module=network)"
         )
@@ -83,22 +83,24 @@ def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str)
         return None
     centers, whitening, limit = (found.get(name) for name in ("centers", "whitening", "limit"))
     if centers is None or whitening is None or limit is None or limit.numel() != 1:
-        raise UserError(f"{source} has some of its prototypes only; was it edited by hand?")
+        raise CheckpointError(f"{source} has some of its prototypes only; was it edited by hand?")
     if centers.ndim != 2 or centers.shape[1] != feature_dim or whitening.shape != (feature_dim, feature_dim):
-        raise UserError(f"{source} has prototypes that do not fit its {feature_dim} features; was it edited by hand?")
+        raise CheckpointError(
+            f"{source} has prototypes that do not fit its {feature_dim} features; was it edited by hand?"
+        )
     return Prototypes(centers.float(), whitening.float(), float(limit))
 
 
 def _check_description(description: Any, file: Path) -> None:
     if not isinstance(description, dict) or description.get("format") != "cdc_plugin":
-        raise UserError(f'{file} does not say "format": "cdc_plugin"; it is not a result of cdc-refine')
+        raise CheckpointError(f'{file} does not say "format": "cdc_plugin"; it is not a result of cdc-refine')
     version = description.get("version")
     if not isinstance(version, int) or version > VERSION:
-        raise UserError(f"{file} has version {version!r}, this release reads up to {VERSION}; upgrade cdc-plugin")
+        raise CheckpointError(f"{file} has version {version!r}, this release reads up to {VERSION}; upgrade cdc-plugin")
     backbone = description.get("backbone")
     lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in (backbone or {})]
     if lacking:
-        raise UserError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
+        raise CheckpointError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
 
 
 def _export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -125,7 +127,7 @@ def matches(checkpoint: Checkpoint) -> bool:
 
 def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if wanted.arch is not None:
-        raise UserError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
+        raise CheckpointError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
     exported = _export_description(checkpoint)
     if exported is None:
         description, tensors = read_native(checkpoint.path)

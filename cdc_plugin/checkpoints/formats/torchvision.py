@@ -14,7 +14,7 @@ from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin
 from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_with_weights, compare
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, UserError
 from cdc_plugin.models.architectures import describe, image_size_default, skeleton
 from cdc_plugin.models.backbone import Backbone
 
@@ -72,7 +72,7 @@ def resnet_spec(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tuple[str,
     try:
         return _resnet_by_shapes(state)
     except (KeyError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
-        raise UserError(
+        raise CheckpointError(
             f"expected the weights of a ResNet, found some missing or misshapen ({error}); copy the file again"
         ) from error
 
@@ -94,9 +94,11 @@ def _resnet_by_shapes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tupl
         widths = [state[f"layer{stage}.0.conv1.weight"].shape[0] for stage in stages]
     stem_width, channels, kernel, _ = state["conv1.weight"].shape
     if channels != 3:
-        raise UserError(f"expected a network for RGB images (3 channels), found conv1 with {channels} channels")
+        raise CheckpointError(f"expected a network for RGB images (3 channels), found conv1 with {channels} channels")
     if kernel % 2 == 0:
-        raise UserError(f"expected a first convolution of 3x3 or 7x7, found {kernel}x{kernel}; copy the file again")
+        raise CheckpointError(
+            f"expected a first convolution of 3x3 or 7x7, found {kernel}x{kernel}; copy the file again"
+        )
     spec["widths"] = widths
     spec["stem"] = {"kernel": kernel, "stride": 2, "padding": kernel // 2, "pool": True}
     if stem_width != widths[0]:
@@ -129,13 +131,13 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     open_facts: tuple[str, ...] = ()
     spec: dict[str, Any] | None
     if arch is not None and not torchvision_knows(arch):
-        raise UserError(
+        raise CheckpointError(
             f"torchvision has no {arch!r}, and {checkpoint.path} has a ResNet's stem of its own: leave --arch"
         )
     if is_resnet(state):
         spec, open_facts = resnet_spec(state)
         if spec["depths"] not in RESNET_DEPTHS and not wanted.partial:
-            raise UserError(
+            raise CheckpointError(
                 f"{checkpoint.path} has {spec['depths']} blocks a stage, as no known ResNet: copy it again or, "
                 "if it was built so, pass --partial-weights"
             )
@@ -146,7 +148,7 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     else:
         spec = _named_spec(arch, state) if arch is not None else identify(state)
     if spec is None:
-        raise UserError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
+        raise CheckpointError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
     network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     size = spec.get("kwargs", spec).get("image_size")
     if spec["family"] == "torchvision_vit":
@@ -211,7 +213,7 @@ def _check_named_resnet(arch: str, spec: dict[str, Any], checkpoint: Checkpoint)
     actual = skeleton(spec).state_dict()
     # The stem may be adapted to small images and the widths reduced; other blocks are another network.
     if {k for k in expected if not k.startswith(HEAD_PREFIXES)} != set(actual):
-        raise UserError(
+        raise CheckpointError(
             f"--arch {arch} does not fit {checkpoint.path}: it is a ResNet of {spec['block']} blocks, "
             f"{spec['depths']} a stage; leave --arch out"
         )

@@ -14,7 +14,7 @@ from cdc_plugin.checkpoints.formats.torchvision import is_resnet, torchvision_kn
 from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint
 from cdc_plugin.checkpoints.weights import build_with_weights
 from cdc_plugin.config.schema import INPUT_FACTS
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.architectures import describe, timm_input
 from cdc_plugin.models.backbone import Backbone
 
@@ -56,10 +56,10 @@ def identify(checkpoint: Checkpoint) -> str:
     )
     if not found:
         hint = f" (perhaps of the kind of {', '.join(similar[:4])})" if similar else ""
-        raise UserError(f"cannot tell which timm model {checkpoint.path} is{hint}; pass --arch NAME")
+        raise CheckpointError(f"cannot tell which timm model {checkpoint.path} is{hint}; pass --arch NAME")
     kinds = distinct(found, checkpoint.state)
     if len(kinds) > 1:
-        raise UserError(
+        raise CheckpointError(
             f"{checkpoint.path} fits {', '.join(kinds[:4])} by names and shapes, yet they compute "
             "different features; pass --arch with the one it was trained as"
         )
@@ -98,7 +98,7 @@ def load_published(path: str) -> Loaded:
         return load_from_timm(path)
     checkpoint = read_checkpoint(fetch_from_hub(path))
     if stated_arch(checkpoint) is None:
-        raise UserError(f"{path} is not a timm model: its config.json names no architecture of timm's")
+        raise CheckpointError(f"{path} is not a timm model: its config.json names no architecture of timm's")
     return replace(load_timm(checkpoint, Wanted()), format="timm")
 
 
@@ -108,7 +108,7 @@ def _branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[st
     if wanted.branch != "momentum":
         return checkpoint, {"branch": f"the weights as trained; {name} has their average"} if name else {}
     if name is None:
-        raise UserError(f"{checkpoint.path} has no moving average ({' or '.join(AVERAGES)}); leave --branch out")
+        raise CheckpointError(f"{checkpoint.path} has no moving average ({' or '.join(AVERAGES)}); leave --branch out")
     return replace(checkpoint, state=find_state_dict(payload[name], name)), {"branch": f"{name}, as asked"}
 
 

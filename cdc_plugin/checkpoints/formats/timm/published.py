@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.architectures import build, describe, timm_features
 from cdc_plugin.models.backbone import Backbone
 
@@ -25,8 +25,10 @@ def load_from_timm(path: str) -> Loaded:
     if not timm.is_model(base):
         build({"family": "timm", "name": base})  # raises with the nearest names
     if not timm.is_model_pretrained(name):
-        raise UserError(f"timm has no pretrained weights for {name!r}; timm.list_pretrained() lists what there is")
-    offline = UserError(
+        raise CheckpointError(
+            f"timm has no pretrained weights for {name!r}; timm.list_pretrained() lists what there is"
+        )
+    offline = CheckpointError(
         f"could not fetch timm's weights for {name!r}; with no network, download the file elsewhere and "
         f"give its path with --arch {base}"
     )
@@ -49,11 +51,11 @@ def fetch_from_hub(path: str) -> Path:
     """The local copy of a repository's weights, its ``config.json`` beside it; downloaded if it is not cached."""
     name, _, revision = path.removeprefix("hf-hub:").partition("@")
     if name.count("/") != 1 or not all(name.split("/")):
-        raise UserError(f"expected hf-hub:OWNER/NAME, found {path!r}; the hub's page of a model shows both")
+        raise CheckpointError(f"expected hf-hub:OWNER/NAME, found {path!r}; the hub's page of a model shows both")
     found = cached_weights(name, revision or None)
     if found is not None:
         return found
-    unreachable = UserError(
+    unreachable = CheckpointError(
         f"could not fetch {name!r} from the hub and it is not cached; with no network, download its config.json and "
         "weights into one folder elsewhere and give that folder"
     )

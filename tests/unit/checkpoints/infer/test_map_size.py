@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cdc_plugin.checkpoints.infer.map_size import inner_share, last_side
-from tests.helpers.clustering_files import CIFAR_STEM, LARGE_STEM, STL_STEM, resnet
+from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, LARGE_STEM, STL_STEM, resnet
 
 
 @pytest.mark.parametrize(
