@@ -1,4 +1,4 @@
-"""Finding the backbone inside a larger model's weights, and telling a network from its moving average."""
+"""Find the backbone inside a larger model's weights, and distinguish a network from its moving average."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.torchvision import CANDIDATES, is_resnet
 from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, strip_prefix
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, option
 
 # Parts of a path that wrappers add and that say nothing: data-parallel, compiled, sharded.
 WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -35,11 +35,11 @@ DEEPEST, FEWEST = 5, 8
 
 @dataclass(frozen=True)
 class Inside:
-    """A backbone inside a file: its weights under the names of torchvision or timm, and what they told.
+    """A backbone inside a file, its weights under the names of torchvision or timm.
 
     Args:
         prefix: where it was.
-        stem: facts of a ResNet's stem that the old names told.
+        stem: facts of a ResNet's stem that the old names imply.
         why: why this branch, in words.
     """
 
@@ -50,18 +50,18 @@ class Inside:
 
 
 def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the parts that data-parallel and compiled modules add, wherever they stand."""
+    """Return the weights under names without the parts that data-parallel and compiled modules add."""
     plain = {".".join(p for p in key.split(".") if p not in WRAPPER_PARTS): value for key, value in state.items()}
     return plain if len(plain) == len(state) else dict(state)
 
 
 def backbone_part(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """The weights below a prefix without those that only the pretraining needs."""
+    """Return the weights below a prefix without those that only the pretraining needs."""
     return {key: value for key, value in strip_prefix(state, prefix).items() if not COMPANIONS.match(key)}
 
 
 def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
-    """Prefixes below which the names are those of a known network, outermost only.
+    """Return the prefixes below which the names are those of a known network, outermost only.
 
     Their other branches are among them even if damaged: a lost teacher must not make way for its student unnoticed.
     """
@@ -74,9 +74,9 @@ def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
-    """The backbone of the wanted branch; None if no known network is inside.
+    """Return the backbone of the wanted branch; None if no known network is inside.
 
-    Without the user's word it is the one that frameworks evaluate: a teacher before its student, else the
+    By default it is the one that frameworks evaluate: a teacher before its student, else the
     trained network before its moving average.
     """
     checkpoint, reason = _branch_of_file(checkpoint, wanted)
@@ -90,7 +90,7 @@ def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
 
 
 def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str | None, source: str) -> tuple[str, str]:
-    """Of the prefixes with a backbone the one of the wanted branch, and why."""
+    """Return the prefix of the wanted branch, and why it was chosen."""
     averages = [p for p in prefixes if MOMENTUM.search(p)]
     students = [p for p in prefixes if STUDENT.search(p) and p not in averages]
     plain = [p for p in prefixes if p not in averages and p not in students]
@@ -106,11 +106,14 @@ def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str 
         asked = ", as asked"
     chosen = averages if branch == "momentum" else online
     if not chosen:
-        raise UserError(f"{source} has no {branch} branch; it holds {', '.join(prefixes) or 'one'}: leave --branch out")
+        raise CheckpointError(
+            f"{source} has no {branch} branch; it holds {', '.join(prefixes) or 'one'}: "
+            f"leave {option('branch', branch)} out"
+        )
     first = strip_prefix(state, chosen[0])
     if not all(_same_weights(first, strip_prefix(state, other)) for other in chosen[1:]):
-        raise UserError(
-            f"{source} holds {len(chosen)} backbones ({', '.join(chosen)}) and does not say which is meant; "
+        raise CheckpointError(
+            f"{source} holds {len(chosen)} backbones ({', '.join(chosen)}) and does not say which one to use; "
             "save the state_dict of the one to use"
         )
     if not averages or not online:
@@ -120,7 +123,7 @@ def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str 
 
 
 def _branch_of_file(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, str]:
-    """The file with the set of weights that is meant, where it holds an averaged set under a name of its own."""
+    """Return the file with the wanted weights, where it holds an averaged set under a name of its own."""
     payload = checkpoint.payload if isinstance(checkpoint.payload, Mapping) else {}
     name = next((name for name in AVERAGED if isinstance(payload.get(name), Mapping)), None)
     if name is None:
@@ -131,19 +134,21 @@ def _branch_of_file(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint,
             return checkpoint, "the weights as trained; the file has an average too"
         name = "student"
     if not isinstance(payload.get(name), Mapping):
-        raise UserError(f"{checkpoint.path} has no online branch beside its teacher; leave --branch out")
+        raise CheckpointError(
+            f"{checkpoint.path} has no online branch beside its teacher; leave {option('branch', 'online')} out"
+        )
     state = find_state_dict(payload[name], f"{checkpoint.path} ({name})")
     return replace(checkpoint, state=state), f"the file's {name}" + (", as asked" if wanted.branch else "")
 
 
 def _without_role(prefix: str) -> str:
-    """A prefix without the words that tell a network from its average: ``encoder`` for ``encoder_k``."""
+    """Return a prefix without the words that mark a network or its average: ``encoder`` for ``encoder_k``."""
     words = [word for word in re.split("[._]", prefix) if word and not ROLE.fullmatch(word)]
     return "_".join(words)
 
 
 def _prefixes(state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Every prefix of at most five parts with enough names below it, short ones first."""
+    """Yield every prefix of at most five parts with enough names below it, short ones first."""
     counts: dict[str, int] = {"": len(state)}
     for key in state:
         parts = key.split(".")

@@ -1,4 +1,4 @@
-"""From the path that a user gives to the one checkpoint meant by it, and the small files that describe it.
+"""Find the one checkpoint that a user's path means, and read the small files that describe it.
 
 A run folder holds many checkpoints. The latest is meant: the one called last, else the one with the highest number
 (epoch, then step), if the names differ in their numbers alone. Sub-folders are searched where the folder has none.
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
 SIDECARS = ("config.json", "args.json", "model.json", "args.yaml", "hparams.yaml")
@@ -25,20 +25,20 @@ LEVELS = 3  # lightning_logs/version_0/checkpoints
 
 
 def locate(path: Path) -> Path:
-    """The checkpoint file meant by a path, which may be the folder of a run."""
+    """Return the checkpoint file that a path means, which may be the folder of a run."""
     if path.is_dir():
         return _latest_in(path)
     if not path.exists():
-        raise UserError(f"there is no checkpoint {path}{_nearby(path)}")
+        raise CheckpointError(f"there is no checkpoint {path}{_nearby(path)}")
     if not path.is_file():
-        raise UserError(f"expected a checkpoint file, but {path} is none; check the path")
+        raise CheckpointError(f"expected a checkpoint file, but {path} is not a file; check the path")
     if path.stat().st_size == 0:
-        raise UserError(f"the checkpoint {path} is empty (0 bytes); copy or download it again")
+        raise CheckpointError(f"the checkpoint {path} is empty (0 bytes); copy or download it again")
     return path
 
 
 def read_sidecars(file: Path) -> dict[str, Any]:
-    """The settings beside a checkpoint, or those of its run one folder up, by file name."""
+    """Return the settings beside a checkpoint, or those of its run one folder up, by file name."""
     found: dict[str, Any] = {}
     names = (*SIDECARS, f"{file.stem}.json")
     places = [file.parent / name for name in names] + [file.parent.parent / name for name in RUN_SIDECARS]
@@ -48,21 +48,21 @@ def read_sidecars(file: Path) -> dict[str, Any]:
         try:
             found[beside.name] = _parse_sidecar(beside)
         except (ValueError, RecursionError, OSError):
-            continue  # somebody else's file; a format that needs it says that it is missing
+            continue  # another tool's file; a format that needs it reports it as missing
     return found
 
 
 def _latest_in(folder: Path) -> Path:
     inside = _checkpoints_in(folder)
     if not inside and (folder / "model.json").is_file():
-        raise UserError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
+        raise CheckpointError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
     if not inside:
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
-        raise UserError(f"expected a checkpoint in the folder {folder}, found {names}; give the checkpoint file")
+        raise CheckpointError(f"expected a checkpoint in the folder {folder}, found {names}; give the checkpoint file")
     chosen = _choose(inside)
     if chosen is None:
         names = ", ".join(str(p.relative_to(folder)) for p in inside[:5])
-        raise UserError(f"the folder {folder} holds {len(inside)} checkpoints ({names}); name one of them")
+        raise CheckpointError(f"the folder {folder} holds {len(inside)} checkpoints ({names}); name one of them")
     return locate(chosen)
 
 
@@ -79,7 +79,7 @@ def _checkpoints_in(folder: Path, levels: int = LEVELS) -> list[Path]:
 
 
 def _choose(checkpoints: list[Path]) -> Path | None:
-    """The latest of the checkpoints of one run; None if they are of several, or of unlike names."""
+    """Return the latest checkpoint of one run; None if they are of several runs, or of unlike names."""
     if len({p.parent for p in checkpoints}) > 1:
         return None
     whole = [p for p in checkpoints if p.name == "model.safetensors"]
@@ -105,7 +105,7 @@ def _parse_sidecar(file: Path) -> Any:
     import yaml
 
     class DataLoader(yaml.SafeLoader):
-        """Takes a tagged Python object for the plain mapping, list or text that was written of it."""
+        """Read a tagged Python object as the plain mapping, list or text that was written of it."""
 
     def untagged(loader: Any, _tag: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):

@@ -1,4 +1,4 @@
-"""Opening checkpoint files without running anything inside them, and finding the weights they hold."""
+"""Open checkpoint files without running anything inside them, and find the weights they hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cdc_plugin.checkpoints.safe_pickle.names import (
     read_as_inert,
     whole_number,
 )
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, option
 
 __all__ = [
     "Checkpoint",
@@ -40,7 +40,7 @@ __all__ = [
     "whole_number",
 ]
 
-# Where training scripts keep the weights, most telling first; moving averages ("model_ema") are the formats' matter.
+# Where training scripts keep the weights, most specific first; moving averages ("model_ema") are the formats' matter.
 WRAPPERS = (
     *("state_dict", "model_state_dict", "model", "teacher", "student", "net", "network", "module"),
     *("eval_model", "train_model", "phi1"),  # FixMatch's average and network; TURTLE's first task head
@@ -51,7 +51,6 @@ NETWORK_PACKAGES = ("torch.", "torchvision.", "timm.")
 # No weight of a network that works is larger; a flipped exponent makes such numbers.
 LARGEST = 1e12
 ADVICE = "save its weights alone with torch.save(network.state_dict(), FILE)"
-TRUST = "or, if you trust whoever made it, pass --trust-checkpoint"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Checkpoint:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def below(self, prefix: str) -> Checkpoint:
-        """The same file with the weights below a prefix alone, as if they had been saved by themselves."""
+        """Return the same file with the weights below a prefix alone, as if they had been saved by themselves."""
         return replace(self, state=strip_prefix(self.state, prefix))
 
 
@@ -72,15 +71,15 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     """Read a checkpoint file, or the latest in a run's folder, and make sure that it holds plausible weights.
 
     Args:
-        trust: open pickled modules, which runs the code they name; never without the user's word.
+        trust: open pickled modules, which runs the code they name; only where the user asks for it.
     """
     file = locate(Path(path))
     with file.open("rb") as stream:
         head = stream.read(512)
     payload = _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
     if isinstance(payload, Mapping) and {"refiner", "digest"} <= payload.keys():
-        raise UserError(
-            f"{file} is the state of a run to go on with, not its model; cdc-refine --resume --out {file.parent} "
+        raise CheckpointError(
+            f"{file} is the state of an unfinished run, not its model; cdc-refine --resume --out {file.parent} "
             f"finishes an unfinished run, which is then given as {file.parent}"
         )
     state = find_state_dict(payload, file.name)
@@ -89,12 +88,16 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
 
 
 def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, Tensor]:
-    """The named weights inside a payload, wrappers' names and data-parallel prefixes taken away."""
+    """Return the named weights inside a payload, without wrappers' names and data-parallel prefixes.
+
+    >>> list(find_state_dict({"epoch": 3, "state_dict": {"module.weight": torch.ones(2)}}))
+    ['weight']
+    """
     found = _search(payload, depth=0)
     if found is None:
         keys = ", ".join(str(key)[:40] for key in list(payload)[:6]) if isinstance(payload, Mapping) else ""
         kind = "nothing" if isinstance(payload, Mapping) else type(payload).__name__
-        raise UserError(
+        raise CheckpointError(
             f"expected named tensors in {source}, found none (it holds: {keys or kind}); "
             "save the network with torch.save(network.state_dict(), FILE)"
         )
@@ -106,7 +109,11 @@ def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, T
 
 
 def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries below a prefix, without it."""
+    """Return the entries below a prefix, without it.
+
+    >>> strip_prefix({"backbone.fc.bias": 1, "head.bias": 2}, "backbone.")
+    {'fc.bias': 1}
+    """
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
 
@@ -116,13 +123,13 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     broken = [key for key, (low, high) in spans.items() if not -LARGEST <= low <= high <= LARGEST]
     diverged = [key for key in broken if not spans[key][1] - spans[key][0] < float("inf")]
     if diverged:
-        raise UserError(
+        raise CheckpointError(
             f"{source} has NaN or infinite values in {len(diverged)} of {len(state)} tensors, as {diverged[0]}; "
             "its training diverged, take an earlier checkpoint"
         )
     negative = [key for key, (low, _) in spans.items() if key.endswith("running_var") and low < 0]
     if broken or negative:
-        raise UserError(
+        raise CheckpointError(
             f"{source} has impossible values in {[*broken, *negative][0]} (beyond {LARGEST:g}, or a variance "
             "below zero): it is damaged; copy or download it again"
         )
@@ -152,7 +159,7 @@ def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
 
 
 def _is_safetensors(file: Path, head: bytes) -> bool:
-    """Told by content: the length of a JSON header, and the header; a broken file by its name."""
+    """Return whether a file is safetensors, by its content (length and begin of a JSON header), else by its name."""
     header = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < file.stat().st_size
     return header or (file.suffix == ".safetensors" and not head.startswith(b"PK"))
 
@@ -164,7 +171,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file, device="cpu")
     except (SafetensorError, OSError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
-        raise UserError(
+        raise CheckpointError(
             f"{file} is not a whole safetensors file ({_brief(error)}); copy or download it again"
         ) from error
 
@@ -175,9 +182,9 @@ def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
     except Refused as error:
         if trust:
             return _read_trusted(file)
-        known = error.name.startswith(NETWORK_PACKAGES)
-        raise UserError(
-            f"{file} asks to run foreign code ({error.name[:100]}): refused; {ADVICE}{', ' + TRUST if known else ''}"
+        trusting = f", {_advise_trust()}" if error.name.startswith(NETWORK_PACKAGES) else ""
+        raise CheckpointError(
+            f"{file} asks to run foreign code ({error.name[:100]}): refused; {ADVICE}{trusting}"
         ) from None
     holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
     network = next((value for value in holders if is_network(value)), None)
@@ -185,17 +192,22 @@ def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
         return payload
     if trust:
         return _read_trusted(file)
-    raise UserError(
-        f"{file} holds a whole pickled network ({network.name}), opening it would run code: refused; {ADVICE}, {TRUST}"
+    raise CheckpointError(
+        f"{file} holds a whole pickled network ({network.name}), opening it would run code: refused; "
+        f"{ADVICE}, {_advise_trust()}"
     )
 
 
+def _advise_trust() -> str:
+    return f"or, if you trust its author, pass {option('trust_checkpoint')}"
+
+
 def _read_trusted(file: Path) -> Any:
-    """The payload, by running the code that the file names. The user has asked for it."""
+    """Return the payload by running the code that the file names, as the user has asked."""
     try:
         return torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever that code raises
-        raise UserError(
+        raise CheckpointError(
             f"{file} could not be opened although it is trusted ({type(error).__name__}: {_brief(error)}); "
             "its classes must be installed as they were when it was saved"
         ) from error
@@ -204,12 +216,12 @@ def _read_trusted(file: Path) -> Any:
 def _read_inert(file: Path, head: bytes) -> Any:
     archive = head.startswith(b"PK")
     if head.startswith(b"version https://git-lfs"):
-        raise UserError(f"{file} is a Git LFS pointer, not the checkpoint; type: git lfs pull")
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the checkpoint; type: git lfs pull")
     if archive:
         _refuse_other_archives(file)
     elif tarfile.is_tarfile(file):
         names_in_tar(file)
-        raise UserError(f"{file} is a tar archive, not a checkpoint; unpack it and give the file inside")
+        raise CheckpointError(f"{file} is a tar archive, not a checkpoint; unpack it and give the file inside")
     try:
         return read_archive(file) if archive else read_legacy(file)
     except Refused:
@@ -217,10 +229,10 @@ def _read_inert(file: Path, head: bytes) -> Any:
     except Exception as error:  # damage shows itself in many ways, and all of them end here
         if not archive and not head.startswith(b"\x80"):
             kind = "text" if re.fullmatch(rb"[\x09\x0a\x0d\x20-\x7e\x80-\xff]*", head) else "something else"
-            raise UserError(
+            raise CheckpointError(
                 f"expected a torch or safetensors checkpoint, but {file} is {kind}; check the path"
             ) from None
-        raise UserError(f"{file} is damaged or cut short ({_brief(error)}); copy or download it again") from error
+        raise CheckpointError(f"{file} is damaged or cut short ({_brief(error)}); copy or download it again") from error
 
 
 def _refuse_other_archives(file: Path) -> None:
@@ -229,13 +241,13 @@ def _refuse_other_archives(file: Path) -> None:
             names = opened.namelist()
     except Exception as error:  # a damaged directory shows itself in many ways
         size = file.stat().st_size
-        raise UserError(f"{file} is damaged or cut short ({size} bytes); copy or download it again") from error
+        raise CheckpointError(f"{file} is damaged or cut short ({size} bytes); copy or download it again") from error
     if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
-        raise UserError(f"{file} is a TorchScript archive, that is code: refused; save a state_dict")
+        raise CheckpointError(f"{file} is a TorchScript archive, that is code: refused; save a state_dict")
     if not any(name.endswith("data.pkl") for name in names):
-        raise UserError(f"{file} is a zip archive, not a checkpoint; unpack it and give the file inside")
+        raise CheckpointError(f"{file} is a zip archive, not a checkpoint; unpack it and give the file inside")
 
 
 def _brief(error: Exception) -> str:
-    """An error's own words, on one line."""
+    """Return the message of an error on one line."""
     return " ".join(str(error).split())[:120] or type(error).__name__

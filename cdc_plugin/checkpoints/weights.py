@@ -1,4 +1,4 @@
-"""Weights go into a network whole or not at all: every name and shape must agree, or the error says which."""
+"""Load weights into a network completely or not at all: every name and shape must agree, or the error says which."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import build, skeleton
 
 # A classifier that the features do not pass through; its weights may stay behind.
@@ -30,8 +30,8 @@ class Differences:
         return bool(self.missing or self.unexpected or self.misshapen)
 
 
-class WeightsMismatchError(UserError):
-    """Weights that do not fit: the error's one line names a few, ``differences`` and ``shapes`` hold them all."""
+class WeightsMismatchError(CheckpointError):
+    """Weights do not fit: the message names a few, ``differences`` and ``shapes`` hold them all."""
 
     def __init__(self, message: str, differences: Differences, shapes: Mapping[str, tuple[Shape, Shape]]) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class WeightsMismatchError(UserError):
 
 
 def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
-    """What a strict load would object to, a dropped classifier and absent batch counters aside."""
+    """Return what a strict load would object to, except a dropped classifier and absent batch counters."""
     wanted = network.state_dict()
     shared = [key for key in wanted if key in state]
     misshapen = [key for key in shared if wanted[key].shape != state[key].shape or _mistyped(wanted[key], state[key])]
@@ -52,14 +52,14 @@ def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
 def build_with_weights(
     spec: Mapping[str, Any], state: Mapping[str, Tensor], source: str, partial: bool = False
 ) -> tuple[nn.Module, int, float]:
-    """The network of a spec with its weights, its number of features, and the share of weights that matched."""
+    """Return the network of a spec with its weights, its number of features, and the share of weights that matched."""
     if not partial:  # before shapes that no network has ask for memory
         _refuse_differences(skeleton(spec), state, source)
     try:
         network, feature_dim = build(spec)
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:150]
-        raise UserError(f"the network of {source} cannot be built ({reason}); copy the file again") from error
+        raise CheckpointError(f"the network of {source} cannot be built ({reason}); copy the file again") from error
     return network, feature_dim, load_weights(network, state, source, partial)
 
 
@@ -92,7 +92,11 @@ def _refuse_differences(network: nn.Module, state: Mapping[str, Tensor], source:
 
 
 def nearest(key: str, others: Sequence[str]) -> str | None:
-    """The name most like a key, if any is like it at all."""
+    """Return the name most similar to a key, or None.
+
+    >>> nearest("layer1.conv.weight", ["layer1.conv1.weight", "fc.bias"])
+    'layer1.conv1.weight'
+    """
     near = difflib.get_close_matches(key, others[:500], n=1)
     return near[0] if near else None
 
@@ -116,11 +120,11 @@ def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor]
     if found.misshapen:
         shapes = [f"{k} {_form(state[k])} for {_form(wanted[k])}" for k in found.misshapen[:5]]
         parts.append("shapes " + ", ".join(shapes))
-    return "; ".join(parts) + "; pass the --arch it was trained with"
+    return "; ".join(parts) + f"; pass {option('arch', 'NAME')} of the network it was trained with"
 
 
 def _mistyped(wanted: Tensor, found: Tensor) -> bool:
-    """Fractions of any precision are alike; whole or complex numbers in their place are not the trained weights."""
+    """Return whether whole or complex numbers stand where floating-point weights, of any precision, belong."""
     return wanted.is_floating_point() and not found.is_floating_point()
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 
 class Backbone(nn.Module):
-    """Normalised images (N, 3, H, W) to features (N, feature_dim), with what its input must look like.
+    """A network from normalised images (N, 3, H, W) to features (N, feature_dim), with its input convention.
 
     Args:
         module: any network whose output is (N, feature_dim) or (N, feature_dim, 1, 1).
-        mean, std: the statistics that images in [0, 1] are normalised with, one number a channel.
+        mean, std: the statistics that images in [0, 1] are normalised with, one number per channel.
         input_size: side of the square images it was trained on.
-        spec: how to build ``module`` again (see ``checkpoints.architectures``); None for a user's own class.
+        spec: how to build ``module`` again (see ``models.architectures``); None for a user's own class.
         inferred: names of the facts above that the checkpoint did not state.
     """
 
@@ -40,7 +40,7 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise UserError(f"mean and std take 3 numbers each, std above 0; found mean={mean} std={std}")
+            raise ConfigError(f"mean and std take 3 numbers each, std above 0; found mean={mean} std={std}")
         self.module = module
         self.feature_dim = int(feature_dim)
         self.input_size = int(input_size)
@@ -50,10 +50,10 @@ class Backbone(nn.Module):
         self.register_buffer("std", torch.tensor([float(s) for s in std]), persistent=False)
 
     def place(self, device: torch.device, compiled: bool, trained: bool) -> None:
-        """Move to a device, in the layout that convolutions like best; compile what is called there by choice."""
+        """Move to a device, in the layout that convolutions compute fastest in, and compile on request."""
         self.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if trained and device.type == "cpu" and torch.get_num_threads() > 1 and any(map(_crashes, self.modules())):
-            log.warning("one thread trains: torch's convolutions of fewer than 16 channels crash with more of them")
+            log.warning("training uses one thread: torch's convolutions of fewer than 16 channels crash with several")
             torch.set_num_threads(1)
         if compiled:
             self.module.compile()
@@ -63,15 +63,15 @@ class Backbone(nn.Module):
         if features.ndim == 4 and features.shape[2:] == (1, 1):
             features = features.flatten(1)
         if features.ndim != 2 or features.shape[1] != self.feature_dim:
-            raise UserError(
-                f"the backbone was declared with feature_dim={self.feature_dim}, but gave shape "
+            raise ConfigError(
+                f"the backbone was declared with feature_dim={self.feature_dim}, but its output has shape "
                 f"{tuple(features.shape)}; pool its output to (N, {self.feature_dim}) or state the right size"
             )
         return features
 
 
 def _crashes(layer: nn.Module) -> bool:
-    """Whether the way back through a layer writes beyond its memory: oneDNN's, with several threads (torch 2.15)."""
+    """Return whether a layer's backward pass writes beyond its memory: oneDNN's, with several threads (torch 2.15)."""
     if not isinstance(layer, nn.Conv2d):
         return False
     return layer.kernel_size == (1, 1) and max(layer.stride) > 1 and layer.in_channels // layer.groups < 16

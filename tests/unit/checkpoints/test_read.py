@@ -100,7 +100,7 @@ def test_pickled_network_is_refused_with_the_advice_to_save_a_state_dict(tmp_pat
     message = refused(tmp_path / "a.pth")
     assert "whole pickled network (torch.nn.modules.container.Sequential)" in message
     assert "state_dict()" in message
-    assert "--trust-checkpoint" in message
+    assert "trust_checkpoint=True" in message
     torch.save({"model": nn.Linear(2, 2), "epoch": 3}, tmp_path / "b.pth")
     assert "whole pickled network" in refused(tmp_path / "b.pth")
 

@@ -76,6 +76,38 @@ def test_tensors_that_share_numbers_do_so_again(tmp_path):
     assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_the_weights_only_loader_of_torch_opens_is_read_as_torch_reads_it(tmp_path, zipped):
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2).half())
+    optimizer = torch.optim.Adam(network[:2].parameters())
+    network[1](network[0](torch.rand(2, 3, 5, 5))).sum().backward()
+    optimizer.step()
+    payload = {"state_dict": network.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "tag": (1.5, None)}
+    torch.save(payload, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    ours = read_checkpoint(tmp_path / "a.pt").payload
+    assert_same(ours, torch.load(tmp_path / "a.pt", weights_only=True))
+
+
+def assert_same(ours, theirs):
+    if isinstance(theirs, torch.Tensor):
+        assert (ours.dtype, ours.stride(), ours.storage_offset()) == (
+            theirs.dtype,
+            theirs.stride(),
+            theirs.storage_offset(),
+        )
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            assert_same(ours[key], value)
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
+
+
 def test_changing_a_tensor_does_not_change_the_file(tmp_path):
     torch.save(WEIGHTS, tmp_path / "a.pt")
     read_checkpoint(tmp_path / "a.pt").state["conv.bias"].zero_()

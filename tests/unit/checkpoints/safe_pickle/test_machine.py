@@ -277,6 +277,7 @@ def doubled_lists(times):
     [
         nested_tuples(100_000, b"Ns."),  # hashing it would overflow the stack
         nested_tuples(100_000, b"."),
+        b"\x80\x02}K\x01q\x00" + b"h\x00\x86q\x00" * 60 + b"Ns.",  # hashing it would take 2 ** 60 steps
         doubled_lists(60),  # 2 ** 60 items
         b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",
         b"\x80\x04\x96" + struct.pack("<Q", 2**62) + b"x.",
