@@ -57,7 +57,7 @@ def inspect_parser() -> argparse.ArgumentParser:
 def _inspect(options: argparse.Namespace) -> None:
     from cdc_plugin.checkpoints import Wanted
     from cdc_plugin.evaluation.inspect import inspect
-    from cdc_plugin.training.progress import progress
+    from cdc_plugin.training.progress import show_progress
 
     report = inspect(
         options.checkpoint,
@@ -66,7 +66,7 @@ def _inspect(options: argparse.Namespace) -> None:
         wanted=Wanted(options.arch, options.branch, options.head, options.clusters),
         trust=options.trust_checkpoint,
         device=options.device,
-        progress=progress,
+        progress=show_progress,
     )
     if options.json:
         print(json.dumps(report, indent=2))

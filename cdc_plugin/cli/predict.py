@@ -97,9 +97,9 @@ def _predict(options: argparse.Namespace) -> None:
     from cdc_plugin.evaluation.models import open_model
     from cdc_plugin.evaluation.predict import prepare
     from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts, remove_parts
-    from cdc_plugin.training.device import choose_device
-    from cdc_plugin.training.distributed import joined
-    from cdc_plugin.training.progress import log, progress
+    from cdc_plugin.training.distributed import init_distributed
+    from cdc_plugin.training.progress import log, show_progress
+    from cdc_plugin.training.runtime import choose_device
 
     def start() -> tuple[EvaluatedModel, Predictor]:
         subject = open_model(options.model, head=options.head)
@@ -107,11 +107,11 @@ def _predict(options: argparse.Namespace) -> None:
         return subject, prepare(subject.model, options.data, device, options.batch_size)
 
     folder = choose_parts_folder(Path(options.out))
-    with joined() as distributed:
+    with init_distributed() as distributed:
         if not distributed.main:
             log.setLevel("ERROR")  # what is to be said of model and images is said once
         subject, predictor = _main_first(distributed, start)
-        found = predict_in_parts(predictor, folder, distributed, progress)
+        found = predict_in_parts(predictor, folder, distributed, show_progress)
     if found is None:
         return
     chosen = _select(options, found)

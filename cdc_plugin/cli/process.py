@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
-import time
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
 
@@ -25,28 +23,3 @@ def set_up_process() -> None:
             mallopt = ctypes.CDLL(None).mallopt
             mallopt(MMAP_THRESHOLD, 1 << 30)
             mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
-
-
-def end_with_parent() -> None:
-    """From now on, end when the process that started this one is gone, or at once if it is gone already.
-
-    A process whose ``torchrun`` was killed would wait for the others for hours, deaf to signals.
-    """
-    threading.Thread(target=_watch, name="parent", daemon=True).start()
-
-
-def _watch() -> None:
-    while os.getppid() == _parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _meet_parent() -> None:
-    global _parent
-    _parent = os.getppid()
-
-
-# Now, and not when it is asked for: until torch is imported seconds go by, in which the parent may be killed.
-_parent = os.getppid()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_meet_parent)

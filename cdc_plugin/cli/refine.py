@@ -141,13 +141,13 @@ def _refine(options: argparse.Namespace) -> None:
         flags = {**demo_settings(), **{key: value for key, value in flags.items() if value is not None}}
     config = load_config(recipe, flags, options.overrides)
     if config.backbone is not None:  # only now: a mistyped setting is told before torch is imported
-        from cdc_plugin.training.inputs import configure
+        from cdc_plugin.training.prepare import configure
 
         config = configure(recipe, flags, options.overrides)
     if options.dry_run:
-        from cdc_plugin.training.plan import plan
+        from cdc_plugin.training.plan import plan_run
 
-        resolved, lines = plan(config)
+        resolved, lines = plan_run(config)
         print(to_yaml(resolved), end="")
         print("\n".join(f"# {line}" for line in lines))
         return

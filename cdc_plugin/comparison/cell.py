@@ -20,7 +20,7 @@ from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import Opened
 from cdc_plugin.comparison.methods import Method, absolute
 from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup, fits_config
-from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, open_images
 from cdc_plugin.errors import UserError
@@ -28,8 +28,8 @@ from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.metrics import summary_hard, summary_outliers
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.models.initialise import choose_init
 from cdc_plugin.training.features import extract_features, head_probabilities
+from cdc_plugin.training.runtime import Runtime
 
 VERSION = 1
 
@@ -109,27 +109,25 @@ def run_cell(cell: Cell, opened: Opened, earlier: Cell | None, keep_model: bool)
 
 def bench_of(cell: Cell, opened: Opened, earlier: Cell | None, history: list[dict[str, float]]) -> TrainingSetup:
     """All that a training is given, in copies of its own."""
-    material = opened.material
+    prepared = opened.prepared
     start, augment = opened.start(cell.seed)
-    assert material.config.batch_size is not None
-    settings = absolute(cell.method.settings, material.config.batch_size)
-    backbone, heads, features = copy.deepcopy(material.backbone), material.loaded.heads, opened.features
+    settings = absolute(cell.method.settings, prepared.settings.batch_size)
+    backbone, heads, features = copy.deepcopy(prepared.backbone), prepared.loaded.heads, opened.features
     if earlier is not None:
-        model = load_model(earlier.model).to(material.device)
+        model = load_model(earlier.model).to(prepared.runtime.device)
         backbone, heads = model.backbone, (model.calibration_head,)
         backbone.to(memory_format=torch.channels_last)
-        features = extract_features(backbone, material.images, material.device, material.config.precision, None)
-    config = replace(opened.resolved(settings, cell.seed), augment=augment)
-    assert config.clusters is not None
-    config = replace(config, init=choose_init(config.init, heads, config.clusters))
+        features = extract_features(backbone, prepared.images, prepared.runtime)
+    head_clusters = tuple(int(head.clusters) for head in heads)  # type: ignore[arg-type]
+    config = replace(opened.resolved(settings, cell.seed, head_clusters), augment=augment)
     frozen = config.freeze_backbone and bool(config.epochs)
     return TrainingSetup(
         config,
         backbone,
-        tuple(copy.deepcopy(head).to(material.device) for head in heads),
-        material.images,
+        tuple(copy.deepcopy(head).to(prepared.runtime.device) for head in heads),
+        prepared.images,
         features,
-        material.device,
+        prepared.runtime.device,
         start if earlier is None and fits_config(start, config) else None,
         opened.views(config) if frozen else None,
         history.append,
@@ -166,11 +164,10 @@ def measured(method: Method, outcome: Outcome, bench: TrainingSetup, opened: Ope
 
 
 def _features(bench: TrainingSetup, images: ImageSet) -> Tensor:
-    return extract_features(bench.backbone, images, bench.device, bench.config.precision, None)
+    return extract_features(bench.backbone, images, Runtime(bench.device, bench.config.precision))
 
 
-def _hard(assignment: Tensor, labels: NDArray[np.int64] | None, config: RefineConfig) -> dict[str, Any]:
-    assert config.clusters is not None
+def _hard(assignment: Tensor, labels: NDArray[np.int64] | None, config: ResolvedConfig) -> dict[str, Any]:
     sizes = torch.bincount(assignment, minlength=config.clusters).tolist()
     figures: dict[str, Any] = {"cluster_sizes": sizes}
     if labels is not None:

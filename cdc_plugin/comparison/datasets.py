@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdc_plugin.config.resolve import ResolvedConfig, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.training.batches import view_features
-from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.features import Features, extract_features
-from cdc_plugin.training.inputs import check_request, configure
-from cdc_plugin.training.prepare import Material, gather, initialise, with_numbers
+from cdc_plugin.training.prepare import Prepared, check_request, collect_facts, configure, initialise, prepare
+from cdc_plugin.training.progress import show_progress
+from cdc_plugin.training.runtime import Runtime, choose_device
 
 # A grid is many runs: where the user says nothing, each has this share of the epochs that ``cdc-refine`` would take,
 # but no fewer than the least it takes. On the digits CDC was as accurate after 17 epochs as after 28 (99.4 and 99.2 %,
@@ -63,49 +64,51 @@ class Opened:
     """A set that is ready for cells; ``folder`` holds what they share."""
 
     asked: SetOfImages
-    material: Material
+    prepared: Prepared
     folder: Path
 
     @property
     def features(self) -> Tensor:
         """(N, D) of the plain views."""
-        return self.material.features.map(lambda block: block)
+        return self.prepared.features.map(lambda block: block)
 
     def start(self, seed: int) -> tuple[InitialHeads, AugmentConfig]:
         """Prototype heads and the augmentation that suits them: the same for every method with this seed."""
         path = self.folder / f"start-seed{seed}.pt"
-        config, device = self.material.config, self.material.device
-        begun = replace(self.material, config=replace(config, seed=seed, init="prototypes"))
-        stored = _stored(path, lambda: _packed(*initialise(begun)))
-        heads = [build_head(stored["spec"], self.material.backbone.feature_dim, str(path)) for _ in range(2)]
+        settings, device = self.prepared.settings, self.prepared.runtime.device
+        prepared = replace(self.prepared, settings=replace(settings, seed=seed, init="prototypes"))
+        stored = _stored(path, lambda: _packed(*initialise(prepared)))
+        heads = [build_head(stored["spec"], self.prepared.backbone.feature_dim, str(path)) for _ in range(2)]
         for head, state in zip(heads, (stored["clustering"], stored["calibration"]), strict=True):
             head.load_state_dict(state)
         moved = [head.to(device).eval() for head in heads]
         return InitialHeads(moved[0], moved[1], stored["partition"].to(device)), AugmentConfig(**stored["augment"])
 
-    def views(self, config: RefineConfig) -> Tensor:
+    def views(self, settings: ResolvedConfig) -> Tensor:
         """Features of the views of a frozen backbone, the same for every method with this seed."""
-        path, device = self.folder / f"views-seed{config.seed}.pt", self.material.device
-        backbone, images = self.material.backbone, self.material.images
+        path, prepared = self.folder / f"views-seed{settings.seed}.pt", self.prepared
 
         def compute() -> dict[str, Any]:
-            return {"rows": torch.cat(list(view_features(config, backbone, images, device)))}
+            return {
+                "rows": torch.cat(list(view_features(settings, prepared.backbone, prepared.images, prepared.runtime)))
+            }
 
         return _stored(path, compute)["rows"]
 
-    def frozen_views_config(self, seed: int, augment: AugmentConfig) -> RefineConfig:
-        return replace(self.material.config, seed=seed, augment=augment)
+    def frozen_views_config(self, seed: int, augment: AugmentConfig) -> ResolvedConfig:
+        return replace(self.prepared.settings, seed=seed, augment=augment)
 
-    def resolved(self, settings: list[str], seed: int) -> RefineConfig:
+    def resolved(self, settings: list[str], seed: int, head_clusters: tuple[int, ...]) -> ResolvedConfig:
         """A method's config with every number in its place."""
-        images, backbone = self.material.images, self.material.backbone
-        asked = replace(self.asked.config(tuple(settings)), clusters=self.material.config.clusters, seed=seed)
-        config = with_numbers(asked, images, backbone)
-        if asked.epochs is None:
-            assert config.epochs is not None
-            fewer = max(ceil(SHARE_OF_EPOCHS * config.epochs), min(LEAST_EPOCHS, config.epochs))
-            config = with_numbers(replace(asked, epochs=fewer), images, backbone)
-        return config
+        prepared = self.prepared
+        request = replace(self.asked.config(tuple(settings)), clusters=prepared.settings.clusters, seed=seed)
+        facts = collect_facts(request, prepared.loaded, prepared.backbone, len(prepared.images))
+        facts = replace(facts, head_clusters=head_clusters)
+        resolved = resolve(request, facts)
+        if request.epochs is None:
+            fewer = max(ceil(SHARE_OF_EPOCHS * resolved.epochs), min(LEAST_EPOCHS, resolved.epochs))
+            resolved = resolve(replace(request, epochs=fewer), facts)
+        return resolved
 
 
 def open_set(asked: SetOfImages, folder: Path) -> Opened:
@@ -114,20 +117,13 @@ def open_set(asked: SetOfImages, folder: Path) -> Opened:
     check_request(config, resume=False)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def extract(
-        backbone: Backbone,
-        images: ImageSet,
-        device: torch.device,
-        precision: str,
-        progress: Progress | None,
-        distributed: Distributed,
-    ) -> Features:
+    def extract(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
         path = folder / f"features-{fingerprint(backbone, images)[:16]}.pt"
-        found = _stored(path, lambda: {"all": extract_features(backbone, images, device, precision, progress)})
+        found = _stored(path, lambda: {"all": extract_features(backbone, images, runtime)})
         return Features(found["all"], len(images))
 
-    material = gather(config, asked.module, asked.images, extract)
-    return Opened(asked, material, folder)
+    runtime = Runtime(choose_device(config.device), config.precision, progress=show_progress)
+    return Opened(asked, prepare(config, asked.module, asked.images, runtime, extract), folder)
 
 
 def fingerprint(backbone: Backbone, images: ImageSet) -> str:
@@ -139,13 +135,13 @@ def fingerprint(backbone: Backbone, images: ImageSet) -> str:
     return digest.hexdigest()
 
 
-def _packed(heads: InitialHeads, augment: AugmentConfig) -> dict[str, Any]:
+def _packed(heads: InitialHeads, settings: ResolvedConfig) -> dict[str, Any]:
     return {
         "spec": heads.clustering.spec,
         "clustering": heads.clustering.state_dict(),
         "calibration": heads.calibration.state_dict(),
         "partition": heads.partition.cpu(),
-        "augment": asdict(augment),
+        "augment": asdict(settings.augment),
     }
 
 

@@ -82,7 +82,7 @@ def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str 
     for asked in grid.sets:
         if any(cell.set == asked.name for cell in waiting):
             opened = _open_for_all(grid, asked, waiting)
-            if opened.material.images.labels is None:
+            if opened.prepared.images.labels is None:
                 waiting = _without_references(asked.name, waiting)
     failed: set[Path] = set()
     for cell, reason in _in_turn(grid, waiting, failed) if grid.jobs <= 1 else _side_by_side(grid, waiting, failed):
@@ -116,11 +116,11 @@ def _open_for_all(grid: Grid, asked: SetOfImages, waiting: list[Cell]) -> Opened
     opened = _opened(grid.folder, asked)
     for source in asked.outside:  # a mistyped name is told now, not after hours
         open_images(
-            source, opened.material.backbone.input_size, labels=False, root=opened.material.config.data_root, limit=1
+            source, opened.prepared.backbone.input_size, labels=False, root=opened.prepared.settings.data_root, limit=1
         )
     for seed in sorted({cell.seed for cell in waiting if cell.set == asked.name}):
         _, augment = opened.start(seed)
-        if opened.material.config.freeze_backbone:
+        if opened.prepared.settings.freeze_backbone:
             opened.views(opened.frozen_views_config(seed, augment))
     return opened
 

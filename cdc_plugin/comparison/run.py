@@ -24,9 +24,9 @@ from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, comparison_record
 from cdc_plugin.report.grid_page import write_grid
-from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.progress import CellProgress, log, log_to
 from cdc_plugin.training.run_folder import COMPARISON, LOG, PAGE, REPORT, comparison_folder
+from cdc_plugin.training.runtime import choose_device
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,17 @@ from cdc_plugin.comparison.supervised import (
     train_linear,
     train_supervised,
 )
-from cdc_plugin.config.schema import RefineConfig, steps_per_epoch
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.random_streams import FINAL, INITIALISATION, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import channels_last, plain_view, strong_view, weak_view
 from cdc_plugin.errors import CheckpointError, DataError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
-from cdc_plugin.training.batches import batches_of, cached_views, fresh_views, training_views
+from cdc_plugin.training.batches import cached_views, fresh_views, make_batches, training_views
 from cdc_plugin.training.features import head_probabilities, kmeans_assignment
 from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TrainingSetup:
         views: cached features of the views, if the backbone is frozen.
     """
 
-    config: RefineConfig
+    config: ResolvedConfig
     backbone: Backbone
     heads: tuple[nn.Module, ...]
     images: ImageSet
@@ -74,23 +75,20 @@ class Outcome:
 
 def train_cdc(setup: TrainingSetup) -> Outcome:
     """Train the stage itself as the pipeline does; settings exchange its parts."""
-    config, device = setup.config, setup.device
+    config, runtime, count = setup.config, Runtime(setup.device, setup.config.precision), len(setup.images)
     heads = setup.start or _initialise_heads(setup)
-    count = len(setup.images)
-    steps = (config.epochs or 0) * steps_per_epoch(count, config)
     trained = nn.Identity() if config.freeze_backbone else setup.backbone
-    refiner = Refiner(trained, heads.clustering, heads.calibration, config, device, count, steps)
+    refiner = Refiner(trained, heads.clustering, heads.calibration, config, runtime, count)
     if setup.views is not None:
-        make = cached_views(setup.views, device)
+        make = cached_views(setup.views, setup.device)
     else:
-        make = fresh_views(config, setup.backbone, setup.images, device)
-    refiner.fit(batches_of(make, count, config), lambda stats: None, setup.after_epoch)
-    return Outcome((refiner.clustering_head, refiner.calibration_head))
+        make = fresh_views(config, setup.backbone, setup.images, runtime)
+    refiner.fit(make_batches(make, count, config.batch_size, config.seed), lambda stats: None, setup.after_epoch)
+    return Outcome((refiner.networks.clustering_head, refiner.networks.calibration_head))
 
 
 def cluster_by_kmeans(setup: TrainingSetup) -> Outcome:
     """Cluster the features by k-means, which states no confidence."""
-    assert setup.config.clusters is not None
     features, randomness = setup.features.to(setup.device), generator(setup.config.seed, FINAL)
     return Outcome(assignment=torch.from_numpy(kmeans_assignment(features, setup.config.clusters, randomness)))
 
@@ -145,7 +143,7 @@ def build_task(setup: TrainingSetup) -> BaselineTask:
     """Build the same setup without any label in reach."""
     device, pixels = setup.device, setup.images.batch
     backbone: nn.Module = setup.backbone
-    views = training_views(setup.config, setup.backbone)
+    views = training_views(setup.config.augment, setup.backbone)
 
     def load(rows: Tensor) -> Tensor:
         return pixels(rows).to(device, non_blocking=True)
@@ -176,7 +174,7 @@ def build_task(setup: TrainingSetup) -> BaselineTask:
     )
 
 
-def fits_config(start: InitialHeads, config: RefineConfig) -> bool:
+def fits_config(start: InitialHeads, config: ResolvedConfig) -> bool:
     """Return whether the shared prototype heads are those that a config would build."""
     head = start.clustering
     return config.init == "prototypes" and (head.layers[0][2], head.clusters) == (config.hidden, config.clusters)  # type: ignore[index]
@@ -184,9 +182,7 @@ def fits_config(start: InitialHeads, config: RefineConfig) -> bool:
 
 def _initialise_heads(setup: TrainingSetup) -> InitialHeads:
     config, features = setup.config, setup.features.to(setup.device)
-    assert config.init is not None
     old = head_probabilities(setup.heads[-1].to(setup.device), features) if setup.heads else None
-    assert config.clusters is not None
     randomness = generator(config.seed, INITIALISATION)
     return build_initial_heads(config.init, setup.heads, features, old, config.clusters, config.hidden, randomness)
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cdc_plugin.errors import UserError
-
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
@@ -98,7 +96,7 @@ class RefineConfig:
         None,
         "mini-clusters of a batch; fewer penalise confidence more",
         auto="follows the confidence of every batch",
-        at_least=1,
+        at_least=0,
         symbol="K",
     )
     hidden: int = setting(512, "width of the heads", at_least=1, symbol="H")
@@ -182,9 +180,6 @@ class RefineConfig:
 
 
 INPUT_FACTS = ("mean", "std", "input_size")
-PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
-FULL_RATE_STEPS = 4_500  # shorter runs take larger rates, in proportion
-IMAGES_SEEN = 50_000  # images times epochs of a run on small data
 
 
 def walk_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
@@ -224,58 +219,3 @@ def describe_default(item: dataclasses.Field[Any]) -> str:
     if item.metadata["auto"] or default is None:
         return item.metadata["auto"] or "none"
     return str(default).lower() if isinstance(default, (bool, list)) else str(default)
-
-
-def resolve(config: RefineConfig, images: int, input_size: int) -> RefineConfig:
-    """Put a number in place of every None that depends on the size of the data.
-
-    B follows the paper: 1,000 for small images, 500 for large ones, at least 25 images a cluster, but at
-    least four batches an epoch on small sets; B_s is B / 2 from 1,000 images on and B / 4 below, as there.
-    The paper's rates are made for 12,000 steps; a set of a few thousand images gives a few hundred in
-    reasonable time, at rates that grow with the steps that are missing, up to twentyfold. K stays None: it
-    follows the confidence of every batch (`core.targets.mini_cluster_count`).
-    """
-    assert config.clusters is not None
-    clusters = config.clusters
-    batch = config.batch_size or max(25 * clusters, min(1000 if input_size <= 128 else 500, images // 4), 64)
-    batch = min(batch, images)
-    if batch < clusters:
-        raise UserError(
-            f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
-            f"found {images} images; take batch_size={4 * clusters} or more, or fewer --clusters"
-        )
-    while min(batch_sizes(images, batch)) < clusters:  # near-equal batches can be smaller than asked for
-        batch += 1
-    sub_batch = min(config.sub_batch_size or max(32, batch // (2 if batch >= 1000 else 4)), batch)
-    config = dataclasses.replace(config, batch_size=batch, sub_batch_size=sub_batch)
-    epochs = config.epochs
-    if epochs is None:
-        epochs = min(100, max(10, round(IMAGES_SEEN / images)))
-    faster = min(20.0, max(1.0, FULL_RATE_STEPS / max(1, epochs * steps_per_epoch(images, config))))
-    return dataclasses.replace(
-        config,
-        mini_clusters=None if config.mini_clusters is None else min(config.mini_clusters, batch),
-        epochs=epochs,
-        frozen_views=min(config.frozen_views, max(1, epochs)),  # an epoch looks at one of them
-        lr_heads=PAPER_LR_HEADS * faster if config.lr_heads is None else config.lr_heads,
-        lr_backbone=PAPER_LR_BACKBONE * faster if config.lr_backbone is None else config.lr_backbone,
-        input_size=input_size,
-    )
-
-
-def batch_sizes(images: int, batch: int) -> list[int]:
-    """An epoch in near-equal batches, so that no image is left out and none is used twice."""
-    count = max(1, round(images / batch))
-    return [images // count + (index < images % count) for index in range(count)]
-
-
-def steps_per_epoch(images: int, config: RefineConfig) -> int:
-    """Steps of both optimisers in an epoch of a resolved config."""
-    assert config.batch_size is not None
-    assert config.sub_batch_size is not None
-    return sum(sub_batches(size, config.sub_batch_size) for size in batch_sizes(images, config.batch_size))
-
-
-def sub_batches(images: int, part: int) -> int:
-    """Into how many near-equal sub-batches a batch is cut; never so many that one holds a single image."""
-    return max(1, min(round(images / part), images // 2))

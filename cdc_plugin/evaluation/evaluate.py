@@ -35,9 +35,9 @@ from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_re
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.models_page import compared_model, comparison_facts, comparison_title, write_comparison
 from cdc_plugin.report.run_page import page_of_evaluation, write_page
-from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.progress import log, progress
+from cdc_plugin.training.progress import log, show_progress
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, evaluation_folder
+from cdc_plugin.training.runtime import choose_device
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def _open_inputs(subject: EvaluatedModel, task: Task) -> tuple[ImageSet, list[Im
     side = storage_size(backbone.input_size)
     sources = [describe_source(source, side, task.root) for source in (task.data, *task.ood)]
     images, *outside = (
-        open_images(source, backbone.input_size, labels=task.labels, progress=progress) for source in sources
+        open_images(source, backbone.input_size, labels=task.labels, progress=show_progress) for source in sources
     )
     for found in (images, *outside):
         for name, reason in found.skipped:

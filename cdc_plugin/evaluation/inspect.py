@@ -21,7 +21,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect_features import MOST_IMAGES, affordable, compare_neighbours, feature_spread
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import choose_device
+from cdc_plugin.training.runtime import choose_device
 
 MOST_HEADS = 32
 NAMED = 200  # names of each kind that a report lists; the first of them with their nearest match

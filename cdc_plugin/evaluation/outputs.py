@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes, fit_prototypes
 from cdc_plugin.core.random_streams import AUGMENTATION, FINAL, QUALITY, generator
-from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.models import EvaluatedModel
 from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
@@ -22,7 +22,6 @@ from cdc_plugin.metrics import summary_outliers
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.choose_augmentation import choose_augmentation
-from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.features import (
     Features,
     extract_features,
@@ -30,9 +29,9 @@ from cdc_plugin.training.features import (
     kmeans_assignment,
     private_features,
 )
-from cdc_plugin.training.progress import progress
+from cdc_plugin.training.progress import show_progress
+from cdc_plugin.training.runtime import Runtime
 
-PRECISION = "float32"
 # Small models trained by the losses of SCAN and SeCu stated 25 to 29 points too much on 5,000 Fashion-MNIST images.
 UNCALIBRATED = {
     "kind": "uncalibrated",
@@ -73,15 +72,10 @@ class OutlierReference:
 
 
 def predict(
-    model: Clusterer,
-    images: ImageSet,
-    device: torch.device,
-    precision: str,
-    progress: Progress | None,
-    distributed: Distributed = SINGLE,
+    model: Clusterer, images: ImageSet, runtime: Runtime
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
     """Return the probabilities (N, C) of the clustering and of the calibration head, and the features."""
-    features = private_features(model.backbone, images, device, precision, progress, distributed)
+    features = private_features(model.backbone, images, runtime)
     clustering = head_probabilities(model.clustering_head, features)
     return clustering, head_probabilities(model.calibration_head, features), features
 
@@ -89,7 +83,7 @@ def predict(
 def run_model(subject: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:
     """The answers to every image; a model with one head is asked once."""
     model = subject.model
-    features = extract_features(model.backbone, images, device, PRECISION, progress)
+    features = extract_features(model.backbone, images, Runtime(device, progress=show_progress))
     if not torch.isfinite(features).all():
         raise UserError(f"{subject.path or 'the model'} gives features that are not finite: is this the right file?")
     if subject.heads == 1:
@@ -119,8 +113,8 @@ def quality_card(
     config, model = _settings(subject), subject.model
     randomness = generator(config.seed, AUGMENTATION)
     augment, _ = choose_augmentation(config.augment, model.backbone, model.calibration_head, images, device, randomness)
-    views = training_views(replace(config, augment=augment), model.backbone)
-    seen, anew = predict_augmented(model, images, views, device, PRECISION, generator(config.seed, QUALITY))
+    views = training_views(augment, model.backbone)
+    seen, anew = predict_augmented(model, images, views, Runtime(device), generator(config.seed, QUALITY))
     clustering, calibration, again = map(torch.from_numpy, (answers.clustering, answers.calibration, kmeans))
     card = assess(Evidence(clustering, calibration, answers.features, again, seen, anew))
     if subject.heads > 1:

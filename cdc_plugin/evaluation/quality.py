@@ -24,7 +24,7 @@ from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import ViewSettings, plain_view, view_settings, weak_view
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.device import autocast
+from cdc_plugin.training.runtime import Runtime
 
 SAMPLE = 1024  # images that are looked at again in another view
 WATCHED, SNAPSHOT_EPOCHS = 512, 3  # images that are looked at after each of the last epochs
@@ -68,14 +68,14 @@ class Evidence:
     sample: Tensor | None = None
 
 
-def watch(model: Clusterer, images: ImageSet, device: torch.device, precision: str) -> Tensor:
+def snapshot(model: Clusterer, images: ImageSet, runtime: Runtime) -> Tensor:
     """Clusters (m,) of a few images, the same ones every time: how many change them between the last epochs?"""
     view = partial(plain_view, settings=view_settings(model.backbone))
-    return _clusters_of(model, images, watched(len(images)), view, device, precision)
+    return _clusters_of(model, images, snapshot_rows(len(images)), view, runtime)
 
 
-def watched(count: int) -> Tensor:
-    """Which of so many images `watch` looks at."""
+def snapshot_rows(count: int) -> Tensor:
+    """Which of so many images `snapshot` looks at."""
     return torch.linspace(0, count - 1, min(WATCHED, count)).long()
 
 
@@ -83,15 +83,12 @@ def predict_augmented(
     model: Clusterer,
     images: ImageSet,
     settings: ViewSettings,
-    device: torch.device,
-    precision: str,
+    runtime: Runtime,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Indices of a sample of images, and the cluster that the calibration head gives a weak view of each."""
     chosen = torch.randperm(len(images), generator=generator)[:SAMPLE].sort().values
-    found = _clusters_of(
-        model, images, chosen, lambda pixels: weak_view(pixels, settings, generator), device, precision
-    )
+    found = _clusters_of(model, images, chosen, lambda pixels: weak_view(pixels, settings, generator), runtime)
     return chosen, found
 
 
@@ -144,14 +141,13 @@ def _clusters_of(
     images: ImageSet,
     chosen: Tensor,
     view: Callable[[Tensor], Tensor],
-    device: torch.device,
-    precision: str,
+    runtime: Runtime,
 ) -> Tensor:
     model.eval()
     found = []
     for part in chosen.split(256):
-        views = view(images.batch(part).to(device)).contiguous(memory_format=torch.channels_last)
-        with autocast(device, precision):
+        views = view(images.batch(part).to(runtime.device)).contiguous(memory_format=torch.channels_last)
+        with runtime.autocast():
             found.append(model(views).float().argmax(dim=1).cpu())
     return torch.cat(found)
 

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, fit_prototype_head, standardize_rows
 from cdc_plugin.core.random_streams import fork_rng
-from cdc_plugin.errors import ConfigError, option
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
 
 RefineCenters = Callable[[Tensor], Tensor]
-INITS = ("prototypes", "keep", "random")
 
 
 @dataclass(frozen=True)
@@ -34,30 +32,6 @@ class InitialHeads:
     centers: Tensor | None = None
 
 
-def choose_clusters(clusters: int | None, old_heads: tuple[nn.Module, ...]) -> int:
-    """Return the number of clusters that was asked for, else that of the old model."""
-    if clusters is not None:
-        return clusters
-    if not old_heads:
-        example = option("clusters", 10)
-        raise ConfigError(f"missing {example} or another number: the checkpoint is a backbone and does not state one")
-    return int(old_heads[-1].clusters)  # type: ignore[arg-type]
-
-
-def choose_init(init: str | None, old_heads: tuple[nn.Module, ...], clusters: int) -> str:
-    """Return ``init`` if it can be done; by default keep the old heads where their size fits."""
-    if init not in (None, *INITS):
-        raise ConfigError(f"init is one of {', '.join(INITS)}; found {init!r}")
-    sizes = {int(head.clusters) for head in old_heads}  # type: ignore[arg-type]
-    keep = option("init", "keep")
-    if init == "keep" and not old_heads:
-        raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
-    if init == "keep" and sizes != {clusters}:
-        old, new = ", ".join(map(str, sorted(sizes))), option("clusters", clusters)
-        raise ConfigError(f"{keep} keeps the {old} clusters of the old model; leave {new} out")
-    return init or ("keep" if sizes == {clusters} else "prototypes")
-
-
 def build_initial_heads(
     init: str,
     old_heads: tuple[nn.Module, ...],
@@ -68,7 +42,7 @@ def build_initial_heads(
     generator: torch.Generator,
     refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """Build both heads on (N, D) features, by one of ``INITS``; other arguments as in the functions below."""
+    """Build both heads on (N, D) features; ``init`` is ``prototypes``, ``keep`` or ``random``."""
     if init == "keep":
         return keep_old_heads(old_heads, features, hidden, generator, refine_centers)
     if init == "random":

@@ -1,4 +1,4 @@
-"""What the training loop is fed with: views of the images, or their cached features where the backbone is frozen."""
+"""Make the batches that the training loop sees: views of the images, or cached features of a frozen backbone."""
 
 from __future__ import annotations
 
@@ -7,109 +7,127 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cdc_plugin.config.schema import RefineConfig, batch_sizes
+from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
+from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.distributed import SINGLE, Distributed
-from cdc_plugin.training.progress import progress
-from cdc_plugin.training.refiner import Views
-from cdc_plugin.training.sub_batches import plan_shards_of
-from cdc_plugin.training.sync_batchnorm import synchronised
+from cdc_plugin.training.distributed import plan_shards
+from cdc_plugin.training.features import features_key, find_rows, keep_rows
+from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.steps import Views
 
 MakeViews = Callable[[Tensor, torch.Generator], Views]
+CHUNK = 256  # images whose views a frozen backbone sees at once
 
 
-def batches_of(make: MakeViews, images: int, config: RefineConfig) -> Callable[[int, int], Iterator[Views]]:
-    """The batches of an epoch but the first ones; order and views depend on (seed, epoch, number) only, so that any
-    batch can be had again.
+def make_batches(
+    make: MakeViews, image_count: int, batch_size: int, seed: int
+) -> Callable[[int, int], Iterator[Views]]:
+    """Return a function that yields the batches of an epoch but its first ones.
+
+    Order and views depend on (seed, epoch, number) only, so that any batch can be made again.
     """
-    assert config.batch_size is not None
-    sizes = batch_sizes(images, config.batch_size)
+    sizes = batch_sizes(image_count, batch_size)
 
     def batches(epoch: int, done: int) -> Iterator[Views]:
-        order = torch.randperm(images, generator=generator(config.seed, ORDER, epoch))
-        for number, chosen in enumerate(order.split(sizes)):
+        order = torch.randperm(image_count, generator=generator(seed, ORDER, epoch))
+        for number, rows in enumerate(order.split(sizes)):
             if number >= done:
-                yield make(chosen, generator(config.seed, VIEWS, epoch, number))
+                yield make(rows, generator(seed, VIEWS, epoch, number))
 
     return batches
 
 
-def training_views(config: RefineConfig, backbone: Backbone) -> ViewSettings:
-    """The augmentation of a run; what is still to be measured has its default."""
-    augment = config.augment
+def training_views(augment: AugmentConfig, backbone: Backbone) -> ViewSettings:
+    """Return how the views of a run are made, by an augmentation in which nothing is left to choose."""
     return view_settings(
         backbone,
-        flip=True if augment.flip is None else augment.flip,
-        crop_scale=augment.crop_scale or 0.2,
+        flip=augment.flip,
+        crop_scale=augment.crop_scale,
         operations=augment.operations,
         cutout=augment.cutout,
         excluded=tuple(augment.exclude),
     )
 
 
-def fresh_views(
-    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, distributed: Distributed = SINGLE
-) -> MakeViews:
-    """Three views of this process's share of the chosen images, made anew every time.
+def fresh_views(settings: ResolvedConfig, backbone: Backbone, images: ImageSet, runtime: Runtime) -> MakeViews:
+    """Return a function that makes three new views of this process's shard of the chosen images.
 
     Where passes are to be saved, the weak views are the plain ones as well; those of a frozen backbone cost nothing.
     """
-    settings = training_views(config, backbone)
-    fast = config.passes == "fast" and not config.freeze_backbone
+    augmentation = training_views(settings.augment, backbone)
+    device, distributed = runtime.device, runtime.distributed
+    fast = settings.passes == "fast" and not settings.freeze_backbone
 
-    def make(chosen: Tensor, randomness: torch.Generator) -> Views:
-        share = Share(len(chosen), plan_shards_of(len(chosen), config, distributed).owned[distributed.rank])
-        pixels = images.batch(chosen[share.rows])
+    def make(rows: Tensor, randomness: torch.Generator) -> Views:
+        plan = plan_shards(len(rows), count_sub_batches(len(rows), settings.sub_batch_size), distributed.size)
+        shard = Share(len(rows), plan.owned[distributed.rank])
+        pixels = images.batch(rows[shard.rows])
         if device.type == "cuda":
             pixels = pixels.pin_memory()
         pixels = pixels.to(device, non_blocking=True)
-        weak = channels_last(weak_view(pixels, settings, randomness, share))
-        plain = weak if fast else channels_last(plain_view(pixels, settings))
+        weak = channels_last(weak_view(pixels, augmentation, randomness, shard))
+        plain = weak if fast else channels_last(plain_view(pixels, augmentation))
         drawn = randomness.get_state()
 
         def strong(own: Tensor) -> Tensor:
-            """Of some images only, just before they are trained on; what is random does not depend on which."""
-            some = Share(share.count, share.rows[own.cpu()])
+            """Make views of some images only, just before they are trained on; their randomness depends on none."""
+            some = Share(shard.count, shard.rows[own.cpu()])
             again = torch.Generator().set_state(drawn)
-            return channels_last(strong_view(pixels.index_select(0, own), settings, again, some))
+            return channels_last(strong_view(pixels.index_select(0, own), augmentation, again, some))
 
-        return Views(plain, weak, strong, chosen)
+        return Views(plain, weak, strong, rows)
 
     return make
 
 
 @torch.no_grad()
-def view_features(
-    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, distributed: Distributed = SINGLE
-) -> Iterator[Tensor]:
-    """Rows (n, 1 + 2 views, D) of consecutive images, from a frozen backbone: plain, weak and strong ones."""
-    make = fresh_views(config, backbone, images, device, distributed)
+def view_features(settings: ResolvedConfig, backbone: Backbone, images: ImageSet, runtime: Runtime) -> Iterator[Tensor]:
+    """Yield rows (n, 1 + 2 views, D) of consecutive images, from a frozen backbone: plain, weak and strong views."""
+    make = fresh_views(settings, backbone, images, runtime)
     backbone.eval()
-    parts = torch.arange(len(images)).split(256)
-    for number, part in enumerate(progress(parts, len(parts), "features of views")):
-        views = [make(part, generator(config.seed, VIEWS, -1 - view, number)) for view in range(config.frozen_views)]
-        own = torch.arange(len(views[0].plain), device=device)
+    parts = torch.arange(len(images)).split(CHUNK)
+    for number, part in enumerate(runtime.progress(parts, len(parts), "features of views")):
+        streams = [generator(settings.seed, VIEWS, -1 - view, number) for view in range(settings.frozen_views)]
+        views = [make(part, stream) for stream in streams]
+        own = torch.arange(len(views[0].plain), device=runtime.device)
         pixels = [views[0].plain, *(view.weak for view in views), *(view.strong_of(own) for view in views)]
-        rows = plan_shards_of(len(part), config, distributed).whole(distributed.rank)
-        with synchronised(distributed, config.sync_batchnorm, rows):
-            features = torch.stack([backbone(each) for each in pixels], dim=1).float()
-        yield distributed.gather(features, rows.shares).cpu()
+        features = torch.stack([backbone(each) for each in pixels], dim=1).float()
+        plan = plan_shards(len(part), count_sub_batches(len(part), settings.sub_batch_size), runtime.distributed.size)
+        yield runtime.distributed.gather(features, plan.owned).cpu()
+
+
+def cached_view_features(
+    settings: ResolvedConfig, backbone: Backbone, images: ImageSet, runtime: Runtime
+) -> Tensor | RowFile:
+    """Return the rows of `view_features`: all processes compute them, the main one keeps and has them."""
+    distributed = runtime.distributed
+    shape = (len(images), 1 + 2 * settings.frozen_views, backbone.feature_dim)
+    key = features_key(backbone, images, runtime, f"{settings.augment} {settings.seed} of {distributed.size}")
+    rows = find_rows(key, shape) if distributed.main else None
+    if distributed.broadcast_from_main(lambda: rows is not None):
+        return torch.empty(0, *shape[1:]) if rows is None else rows
+    parts = view_features(settings, backbone, images, runtime)
+    if distributed.main:
+        return keep_rows(key, shape, parts)
+    for _ in parts:
+        pass
+    return torch.empty(0, *shape[1:])
 
 
 def cached_views(rows: Tensor | RowFile, device: torch.device) -> MakeViews:
-    """Views that are drawn from the rows (N, 1 + 2 views, D) of `view_features`."""
+    """Return a function that draws views from the rows (N, 1 + 2 views, D) of `view_features`."""
     count = (rows.shape[1] - 1) // 2
 
     def pick(chosen: Tensor, randomness: torch.Generator) -> Views:
         which = torch.randint(count, (2, len(chosen)), generator=randomness)
-        found = rows[chosen] if isinstance(rows, Tensor) else torch.from_numpy(rows[chosen.numpy()])
+        views = rows[chosen] if isinstance(rows, Tensor) else torch.from_numpy(rows[chosen.numpy()])
         each = torch.arange(len(chosen))
-        views = (found[:, 0], found[each, 1 + which[0]], found[each, 1 + count + which[1]])
-        plain, weak, strong = (view.to(device) for view in views)
+        triple = (views[:, 0], views[each, 1 + which[0]], views[each, 1 + count + which[1]])
+        plain, weak, strong = (view.to(device) for view in triple)
         return Views(plain, weak, strong, chosen)
 
     return pick

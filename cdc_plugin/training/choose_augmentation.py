@@ -1,4 +1,4 @@
-"""Which augmentation suits the data, asked of the backbone instead of the user.
+"""Choose the augmentation that suits the data, by asking the backbone instead of the user.
 
 A self-supervised backbone has learnt to overlook the changes it was pretrained with. Digits are pretrained
 without mirroring, and mirrored ones land in other clusters: so they must not be mirrored here either.

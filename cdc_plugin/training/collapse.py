@@ -1,4 +1,4 @@
-"""The collapse guard: what the records of the epochs say about dying clusters, and what to change.
+"""Guard against collapse: detect dying clusters in the records of the epochs, and say what to change.
 
 All functions are pure and see no labels: a resumed run, which has the same history, is judged the same.
 """
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cdc_plugin.config.schema import PAPER_LR_BACKBONE, PAPER_LR_HEADS, RefineConfig
-from cdc_plugin.errors import UserError
+from cdc_plugin.config.resolve import PAPER_LR_BACKBONE, PAPER_LR_HEADS, ResolvedConfig
+from cdc_plugin.errors import UserError, option
 
 # Thresholds. They are constants: no run sees a label. They were set in development, by looking at selected shares,
 # confidence and cluster sizes of some 115 runs on digits, Fashion-MNIST, CIFAR-10 and ten ImageNet classes (10 of them
@@ -66,56 +66,52 @@ class _Past:
     most_confident: float
 
 
-def findings(history: Sequence[Mapping[str, float]], config: RefineConfig) -> list[Finding]:
-    """Everything there is to say of a run, each kind once: as a warning, and again if it turns out dead."""
-    found: list[Finding] = []
-    told = set()
-    for past in _pasts(history, config):
-        for finding in _judge(past, config):
-            if (finding.kind, finding.dead) not in told:
-                told.add((finding.kind, finding.dead))
-                found.append(finding)
-    return found
+def detect(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> list[Finding]:
+    """Return everything there is to say of a run, each kind once: as a warning, and again if it turns out dead."""
+    findings: dict[tuple[str, bool], Finding] = {}
+    for past in _pasts(history, settings):
+        for finding in _judge(past, settings):
+            findings.setdefault((finding.kind, finding.dead), finding)
+    return list(findings.values())
 
 
-def new_findings(history: Sequence[Mapping[str, float]], config: RefineConfig) -> list[Finding]:
-    """Those of `findings` that the last epoch has brought: what to log after it."""
-    return [finding for finding in findings(history, config) if finding.epoch == history[-1]["epoch"]]
+def detect_new(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> list[Finding]:
+    """Return what the last epoch has added to `detect`: what to log after it."""
+    return [finding for finding in detect(history, settings) if finding.epoch == history[-1]["epoch"]]
 
 
-def as_warnings(found: Sequence[Finding]) -> list[dict[str, Any]]:
-    """PageData as the quality card has its warnings, with the epoch they are of."""
+def as_warnings(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Return findings in the form of the quality card's warnings, with their epoch."""
     return [
-        {"kind": each.kind, "text": f"After epoch {each.epoch}: {each.text}", "epoch": each.epoch, "dead": each.dead}
-        for each in found
+        {"kind": item.kind, "text": f"After epoch {item.epoch}: {item.text}", "epoch": item.epoch, "dead": item.dead}
+        for item in findings
     ]
 
 
-def refuse_dead(history: Sequence[Mapping[str, float]], config: RefineConfig) -> None:
-    """Refuse to train on in a dead state, unless the user wants it; a run that is resumed is refused as well.
+def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> None:
+    """Refuse to continue in a dead state, unless the user wants it; a run that is resumed is refused as well.
 
-    After the last epoch there is nothing to refuse: the report says what was found.
+    After the last epoch there is nothing to refuse: the report states the findings.
     """
-    if config.on_collapse == "warn" or config.epochs is None or len(history) >= config.epochs:
+    if settings.on_collapse == "warn" or len(history) >= settings.epochs:
         return
-    for past in list(_pasts(history, config))[-1:]:
-        for finding in _judge(past, config):
+    for past in list(_pasts(history, settings))[-1:]:
+        for finding in _judge(past, settings):
             if finding.dead:
                 raise UserError(
-                    f"stopped after epoch {finding.epoch}: {finding.text} All up to here is kept; "
-                    "to train on nevertheless: the same command with --resume and on_collapse=warn"
+                    f"stopped after epoch {finding.epoch}: {finding.text} Everything up to here is kept; "
+                    f"to continue nevertheless, add {option('resume')} and on_collapse=warn to the same command"
                 )
 
 
-def _pasts(history: Sequence[Mapping[str, float]], config: RefineConfig) -> Iterator[_Past]:
-    assert config.clusters is not None
+def _pasts(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> Iterator[_Past]:
     epochs = [_read(record, position) for position, record in enumerate(history, start=1)]
     most_selected = most_confident = math.nan
     for position, epoch in enumerate(epochs):
         most_selected = _larger(most_selected, epoch.selected)
         most_confident = _larger(most_confident, epoch.confidence)
         last = epochs[max(0, position - 2) : position + 1]
-        yield _Past(config.clusters, epochs[0], last, most_selected, most_confident)
+        yield _Past(settings.clusters, epochs[0], last, most_selected, most_confident)
 
 
 def _read(record: Mapping[str, float], position: int) -> _Epoch:
@@ -127,23 +123,23 @@ def _larger(a: float, b: float) -> float:
     return b if math.isnan(a) or b > a else a
 
 
-def _judge(past: _Past, config: RefineConfig) -> list[Finding]:
-    """All that holds after the last epoch of ``past``."""
-    found = [*_about_selection(past, config), *_about_confidence(past, config), *_about_sizes(past)]
+def _judge(past: _Past, settings: ResolvedConfig) -> list[Finding]:
+    """Return all that holds after the last epoch of ``past``."""
+    seen = [*_about_selection(past, settings), *_about_confidence(past, settings), *_about_sizes(past)]
     now = past.last[-1]
-    return [Finding(now.number, kind, f"{seen} {_advice(kind, past, config)}", dead) for kind, seen, dead in found]
+    return [Finding(now.number, kind, f"{text} {_advice(kind, past, settings)}", dead) for kind, text, dead in seen]
 
 
 Seen = tuple[str, str, bool]  # kind, what was seen, dead
 
 
-def _about_selection(past: _Past, config: RefineConfig) -> Iterator[Seen]:
+def _about_selection(past: _Past, settings: ResolvedConfig) -> Iterator[Seen]:
     now, most = past.last[-1], past.most_selected
-    few = FEW_ABOVE if _way(config) == "fixed" else FEW
+    few = FEW_ABOVE if _way(settings) == "fixed" else FEW
     if now.selected < NOTHING:
         before = past.last[-2].selected if len(past.last) > 1 else math.nan
         dead = before < NOTHING and now.selected <= before
-        again = " for two epochs: the clusters learn nothing any more." if dead else "."
+        again = " for two epochs: the clusters no longer learn anything." if dead else "."
         yield "nothing-selected", f"{_share(now.selected)} of the images are selected for training{again}", dead
     elif now.selected < few:
         yield "few-selected", f"Only {_share(now.selected)} of the images are selected for training.", False
@@ -152,16 +148,16 @@ def _about_selection(past: _Past, config: RefineConfig) -> Iterator[Seen]:
         yield "selection-shrinks", seen, False
 
 
-def _about_confidence(past: _Past, config: RefineConfig) -> Iterator[Seen]:
+def _about_confidence(past: _Past, settings: ResolvedConfig) -> Iterator[Seen]:
     now, most, clusters = past.last[-1], past.most_confident, past.clusters
     level = _above_chance(now.confidence, clusters)
     if level < CHANCE:
         three = len(past.last) == 3 and now.confidence <= past.last[0].confidence
         dead = three and all(_above_chance(epoch.confidence, clusters) < CHANCE_FOR_GOOD for epoch in past.last)
-        seen = f"The mean confidence is {_share(now.confidence)}, as if clusters were drawn by lot"
+        seen = f"The mean confidence is {_share(now.confidence)}, as if clusters were assigned at random"
         yield "chance", f"{seen}{', for three epochs' if dead else ''}.", dead
     # Old heads are often too sure, and it is what the stage is for that they become less so.
-    lost = FORGOTTEN_STRAINED if config.init != "keep" and (_thin(config) or _fast(config)) else FORGOTTEN
+    lost = FORGOTTEN_STRAINED if settings.init != "keep" and (_thin(settings) or _fast(settings)) else FORGOTTEN
     untaught = now.confidence < UNHEEDED * most and now.selected < HARDLY_TAUGHT
     if now.confidence < lost * most or untaught:
         seen = f"The mean confidence has fallen from {_share(most)} to {_share(now.confidence)}."
@@ -183,7 +179,7 @@ def _about_sizes(past: _Past) -> Iterator[Seen]:
 
 
 def _swallowed(now: _Epoch, first: _Epoch, clusters: int) -> bool:
-    """Whether one cluster is too large to be a large class: by far larger than at the start, or than all others."""
+    """Return whether one cluster is too large to be a large class: far above its start, or above all others."""
     if clusters == 2:  # sound data may lie nine to one
         return _all_in_one(now, clusters) or (now.largest > ALL_IN_ONE and first.largest < 0.9)
     level = _above_chance(now.largest, clusters)
@@ -195,65 +191,65 @@ def _all_in_one(epoch: _Epoch, clusters: int) -> bool:
 
 
 def _above_chance(share: float, clusters: int) -> float:
-    """0 at 1 / C, 1 at 1."""
+    """Return a share on a scale from 0 at 1 / C to 1 at 1."""
     return (share - 1 / clusters) / (1 - 1 / clusters)
 
 
-def _way(config: RefineConfig) -> str:
-    """The selection without its add-ons."""
-    return config.selection.split("+")[0]
+def _way(settings: ResolvedConfig) -> str:
+    """Return the selection without its add-ons."""
+    return settings.selection.split("+")[0]
 
 
-def _thin(config: RefineConfig) -> bool:
-    return (config.batch_size or math.inf) < THIN * (config.clusters or 2)
+def _thin(settings: ResolvedConfig) -> bool:
+    return settings.batch_size < THIN * settings.clusters
 
 
-def _fast(config: RefineConfig) -> bool:
-    return bool(_slower_rates(config))
+def _fast(settings: ResolvedConfig) -> bool:
+    return bool(_slower_rates(settings))
 
 
-def _slower_rates(config: RefineConfig) -> list[str]:
-    """A tenth of every rate that lies beyond what this package would choose itself."""
-    backbone = 0.0 if config.freeze_backbone else config.lr_backbone or 0.0
-    rates = {"lr_backbone": (backbone, PAPER_LR_BACKBONE), "lr_heads": (config.lr_heads or 0.0, PAPER_LR_HEADS)}
+def _slower_rates(settings: ResolvedConfig) -> list[str]:
+    """Return a tenth of every rate that lies beyond what this package would choose itself."""
+    backbone = 0.0 if settings.freeze_backbone else settings.lr_backbone
+    rates = {"lr_backbone": (backbone, PAPER_LR_BACKBONE), "lr_heads": (settings.lr_heads, PAPER_LR_HEADS)}
     # A thousandth more: twenty times the paper's rate, as chosen, is not to be lost to rounding.
     return [f"{name}={rate / 10:g}" for name, (rate, paper) in rates.items() if rate > 1.001 * USUAL_RATES * paper]
 
 
-def _advice(kind: str, past: _Past, config: RefineConfig) -> str:
-    """The two likeliest remedies, as words to type."""
-    first, *rest = _remedies(kind, past, config)
+def _advice(kind: str, past: _Past, settings: ResolvedConfig) -> str:
+    """Return the two likeliest remedies, as words to type."""
+    first, *rest = _remedies(kind, past, settings)
     return f"Try {first}{f', or {rest[0]}' if rest else ''}."
 
 
-def _remedies(kind: str, past: _Past, config: RefineConfig) -> list[str]:
-    """What may help, likeliest first: settings that were seen to collapse runs, then what helps in general."""
+def _remedies(kind: str, past: _Past, settings: ResolvedConfig) -> list[str]:
+    """Return what may help, likeliest first: settings that were seen to collapse runs, then general remedies."""
     now, clusters = past.last[-1], past.clusters
-    way = _way(config)
+    way = _way(settings)
     weak = _above_chance(past.first.confidence, clusters) < WEAK_START or _swallowed(past.first, past.first, clusters)
-    backbone = "another backbone (cdc-inspect BACKBONE --data IMAGES says whether this one tells images apart)"
-    found = []
+    backbone = "another backbone (cdc-inspect BACKBONE --data IMAGES shows whether this one tells images apart)"
+    remedies = []
     if way in ("fixed", "flexmatch", "freematch"):
-        found.append("selection=confident")
+        remedies.append("selection=confident")
     lower = math.floor(20 * now.confidence) / 20 if now.confidence > 0 else math.nan
-    if way == "fixed" and kind in ("nothing-selected", "few-selected") and 0 < lower < config.threshold:
-        found.append(f"threshold={lower:g}, below the mean confidence of {_share(now.confidence)}")
-    found += _slower_rates(config)
-    if _thin(config):
+    if way == "fixed" and kind in ("nothing-selected", "few-selected") and 0 < lower < settings.threshold:
+        remedies.append(f"threshold={lower:g}, below the mean confidence of {_share(now.confidence)}")
+    remedies += _slower_rates(settings)
+    if _thin(settings):
         batch = f"batch_size={25 * clusters} if there are as many images"
-        found += [f"fewer --clusters: a batch has {config.batch_size} images for {clusters}", batch]
-    if config.init == "random":
-        found.append("--init prototypes")
-    if config.entropy_weight < 1:
-        found.append("entropy_weight=1")
+        remedies += [f"fewer clusters: a batch has {settings.batch_size} images for {clusters}", batch]
+    if settings.init == "random":
+        remedies.append(option("init", "prototypes"))
+    if settings.entropy_weight < 1:
+        remedies.append("entropy_weight=1")
     if weak:
-        found.append(backbone)
+        remedies.append(backbone)
     if kind == "clusters-die" and now.used >= 2:
-        found.append(f"--clusters {int(now.used)}")
-    if not config.freeze_backbone:
-        found.append("--freeze-backbone")
-        found.append(f"lr_backbone={(config.lr_backbone or PAPER_LR_BACKBONE) / 10:g}")
-    return found if weak else [*found, backbone]
+        remedies.append(option("clusters", int(now.used)))
+    if not settings.freeze_backbone:
+        remedies.append(option("freeze_backbone"))
+        remedies.append(f"lr_backbone={settings.lr_backbone / 10:g}")
+    return remedies if weak else [*remedies, backbone]
 
 
 def _share(value: float) -> str:

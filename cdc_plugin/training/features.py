@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,14 +20,14 @@ from torch import Tensor, nn
 from cdc_plugin.core.kmeans import kmeans, lloyd_blocks, nearest
 from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
-from cdc_plugin.data.images import ImageSet, Progress
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
 from cdc_plugin.data.sources.base import digest_of
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import autocast
-from cdc_plugin.training.distributed import NEIGHBOURS, SINGLE, Distributed
+from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.training.runtime import Runtime
 
 BLOCK = 2048
 IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does not grow with the number of images
@@ -103,7 +104,7 @@ class Features:
     """(N, D) features.
 
     Args:
-        own: (n, D) those of this process's share of the images (see `Distributed.share_of`), on the CPU.
+        own: (n, D) those of this process's share of the images (see `Distributed.own_shard`), on the CPU.
         count: N.
     """
 
@@ -116,9 +117,8 @@ class Features:
 
     def blocks(self) -> Iterator[Tensor]:
         """This process's features, block by block; at least one, which is empty where it has no image."""
-        size = NEIGHBOURS if self.distributed.exact else BLOCK  # sums are rounded otherwise in blocks of another size
-        for start in range(0, max(1, len(self.own)), size):
-            rows = self.own[start : start + size]
+        for start in range(0, max(1, len(self.own)), BLOCK):
+            rows = self.own[start : start + BLOCK]
             yield rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
 
     def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ class Features:
         start = next(done)
         # Put in place at once: small tensors that are kept between large ones would leave holes in memory.
         whole = _together((len(self.own), *start.shape[1:]), chain([start], done), start.dtype)
-        return self.distributed.gather(whole, self.distributed.shares_of(self.count))
+        return self.distributed.gather(whole, self.distributed.shards_of(self.count))
 
     def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
@@ -135,7 +135,7 @@ class Features:
         if self.count <= most:
             return self.map(lambda block: block), torch.arange(self.count)
         chosen = torch.randperm(self.count, generator=generator)[:most].sort().values
-        shares = self.distributed.shares_of(self.count)
+        shares = self.distributed.shards_of(self.count)
         owned = [torch.isin(chosen, share, assume_unique=True).nonzero().flatten() for share in shares]
         first = sum(map(len, shares[: self.distributed.rank]))
         rows = self.own[(chosen[owned[self.distributed.rank]] - first).numpy()]
@@ -143,57 +143,40 @@ class Features:
         return self.distributed.gather(own, owned), chosen
 
 
-def extract_features(
-    backbone: Backbone, images: ImageSet, device: torch.device, precision: str, progress: Progress | None
-) -> Tensor:
-    """Features (N, D) of the plain views, on the CPU."""
-    return torch.cat(list(_features_of(SINGLE, backbone, images, device, precision, progress)))
+def extract_features(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Tensor:
+    """Return the features (N, D) of the plain views, on the CPU, in a single process."""
+    return torch.cat(list(_extract_shard(backbone, images, dataclasses.replace(runtime, distributed=SINGLE))))
 
 
-def shared_features(
-    backbone: Backbone,
-    images: ImageSet,
-    device: torch.device,
-    precision: str,
-    progress: Progress | None,
-    distributed: Distributed = SINGLE,
-) -> Features:
-    """As `extract_features`, for sets of any size and any number of processes: each looks at its share.
+def shared_features(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
+    """Return the features of a set of any size, each process those of its shard.
 
     They are kept in the cache, under a name made of weights, images and input, and found there again.
     """
-    share = distributed.share_of(len(images))
-    key = features_key(backbone, images, device, precision, str(distributed))
-    shape = (len(share), backbone.feature_dim)
+    distributed = runtime.distributed
+    shape = (len(distributed.own_shard(len(images))), backbone.feature_dim)
+    key = features_key(backbone, images, runtime, f"{distributed.rank} of {distributed.size}")
     rows = find_rows(key, shape)
     if rows is None:
-        rows = keep_rows(key, shape, _features_of(distributed, backbone, images, device, precision, progress))
+        rows = keep_rows(key, shape, _extract_shard(backbone, images, runtime))
     return Features(rows, len(images), distributed)
 
 
-def private_features(
-    backbone: Backbone,
-    images: ImageSet,
-    device: torch.device,
-    precision: str,
-    progress: Progress | None,
-    distributed: Distributed = SINGLE,
-) -> Features:
-    """Extract features as `shared_features` does, without keeping them for another run."""
-    shape = (len(distributed.share_of(len(images))), backbone.feature_dim)
-    parts = _features_of(distributed, backbone, images, device, precision, progress)
-    return Features(keep_rows(None, shape, parts), len(images), distributed)
+def private_features(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
+    """Return features as `shared_features` does, without keeping them for another run."""
+    shape = (len(runtime.distributed.own_shard(len(images))), backbone.feature_dim)
+    return Features(keep_rows(None, shape, _extract_shard(backbone, images, runtime)), len(images), runtime.distributed)
 
 
-def features_key(backbone: Backbone, images: ImageSet, device: torch.device, precision: str, more: str) -> str | None:
-    """Name of features in the cache: changes with weights, images, how they are put in and what else matters.
+def features_key(backbone: Backbone, images: ImageSet, runtime: Runtime, more: str) -> str | None:
+    """Return the name of features in the cache: it changes with weights, images, their input and what else matters.
 
     None for a module of the user's own: the same weights may stand in changed code.
     """
     if backbone.spec is None:
         return None
     facts = f"{backbone.mean.tolist()} {backbone.std.tolist()} {backbone.input_size} {backbone.spec}"
-    how = f"{device.type} {precision} {len(images)} {more}"
+    how = f"{runtime.device.type} {runtime.precision} {len(images)} {more}"
     state = backbone.module.state_dict()
     return digest_of([facts, how, images.digest, *state, *(_tensor_bytes(tensor) for tensor in state.values())])
 
@@ -203,25 +186,18 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
 
 
 @torch.no_grad()
-def _features_of(
-    distributed: Distributed,
-    backbone: Backbone,
-    images: ImageSet,
-    device: torch.device,
-    precision: str,
-    progress: Progress | None,
-) -> Iterator[Tensor]:
-    """Features of this process's share of the images, part by part."""
+def _extract_shard(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Iterator[Tensor]:
+    """Yield the features of this process's shard of the images, part by part."""
     settings = view_settings(backbone)
     backbone.eval()
-    share = distributed.share_of(len(images))
-    if not len(share):
+    shard = runtime.distributed.own_shard(len(images))
+    if not len(shard):
         yield torch.empty(0, backbone.feature_dim)
         return
-    parts = share.split(NEIGHBOURS if distributed.exact else 256)
-    for part in progress(parts, len(parts), "features") if progress else parts:
-        views = plain_view(images.batch(part).to(device), settings)
-        with autocast(device, precision):
+    parts = shard.split(256)
+    for part in runtime.progress(parts, len(parts), "features"):
+        views = plain_view(images.batch(part).to(runtime.device), settings)
+        with runtime.autocast():
             yield backbone(views.contiguous(memory_format=torch.channels_last)).float().cpu()
 
 
@@ -258,7 +234,7 @@ def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
             return (standardize_rows(block.to(centers.device)) for block in features.blocks())
 
         return lloyd_blocks(
-            directions, features.distributed.broadcast_(centers.contiguous()), features.distributed.total
+            directions, features.distributed.broadcast_(centers.contiguous()), features.distributed.all_reduce
         )
 
     return refine

@@ -1,31 +1,34 @@
-"""What a run would do, for ``--dry-run``: the inputs are looked at, nothing is computed and no result is written."""
+"""Plan a run for ``--dry-run``: the inputs are looked at, nothing is computed and no result is written."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
-from cdc_plugin.config.schema import RefineConfig, batch_sizes, resolve, steps_per_epoch
+from cdc_plugin.config.resolve import (
+    ResolvedConfig,
+    batch_sizes,
+    choose_clusters,
+    choose_init,
+    resolve,
+    steps_per_epoch,
+)
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import survey_images
-from cdc_plugin.models.initialise import choose_clusters, choose_init
-from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.inputs import check_request, open_network, refuse_few
+from cdc_plugin.training.prepare import check_request, collect_facts, open_network, refuse_few
+from cdc_plugin.training.runtime import choose_device
 
 
-def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
-    """What `run` would do, as resolved settings and words; of the images it reads a few only."""
-    check_request(config, resume=False)
-    loaded = open_network(config, None)
-    config = dataclasses.replace(config, clusters=choose_clusters(config.clusters, loaded.heads))
-    backbone = loaded.backbone
-    assert config.clusters is not None
-    init = choose_init(config.init, loaded.heads, config.clusters)
-    adopt_native_size(backbone, config.data, config.data_root)
-    images = survey_images(config.data, backbone.input_size, labels=config.labels, root=config.data_root)
-    refuse_few(images.count, images.source, config.clusters)
-    resolved = resolve(config, images.count, backbone.input_size)
-    resolved = dataclasses.replace(resolved, init=init)
-    sizes = batch_sizes(images.count, resolved.batch_size or 1)
+def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
+    """Return the settings that a run would use, and what it would do in words; reads a few of the images only."""
+    check_request(request, resume=False)
+    loaded = open_network(request, None)
+    backbone, clusters = loaded.backbone, choose_clusters(request.clusters, loaded.head_clusters)
+    choose_init(request.init, loaded.head_clusters, clusters)
+    adopt_native_size(backbone, request.data, request.data_root)
+    images = survey_images(request.data, backbone.input_size, labels=request.labels, root=request.data_root)
+    refuse_few(images.count, images.source, clusters)
+    settings = resolve(request, collect_facts(request, loaded, backbone, images.count))
+    sizes = batch_sizes(images.count, settings.batch_size)
+    steps = steps_per_epoch(images.count, settings.batch_size, settings.sub_batch_size)
     parameters = sum(parameter.numel() for parameter in backbone.parameters())
     lines = [
         f"images: {images.count} from {images.source}"
@@ -34,8 +37,8 @@ def plan(config: RefineConfig) -> tuple[RefineConfig, list[str]]:
         f"checkpoint: {loaded.origin.writer}, {loaded.origin.network}",
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features, input {backbone.input_size} px"
         + (f"; inferred: {', '.join(backbone.inferred)}" if backbone.inferred else ""),
-        f"training: {resolved.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
-        f"{steps_per_epoch(images.count, resolved)} steps an epoch, on {choose_device(config.device)}",
-        f"results: {resolved.out or 'a new folder below cdc-runs'}",
+        f"training: {settings.epochs} epochs of {len(sizes)} batches of about {sizes[0]} images, "
+        f"{steps} steps per epoch, on {choose_device(request.device)}",
+        f"results: {settings.out or 'a new folder below cdc-runs'}",
     ]
-    return resolved, lines
+    return settings, lines

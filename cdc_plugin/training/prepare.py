@@ -1,144 +1,229 @@
-"""What comes before training: inputs opened and checked, features, initial heads, an augmentation that suits them."""
+"""Do what comes before training: open and check the inputs, extract features, initialise the heads."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from cdc_plugin.checkpoints.infer.resolve import resolve_input
-from cdc_plugin.checkpoints.load import Loaded
-from cdc_plugin.config.schema import AugmentConfig, RefineConfig, resolve
-from cdc_plugin.core.losses import calibrations
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
+from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
+from cdc_plugin.checkpoints.load import load_checkpoint
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
+from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
+from cdc_plugin.core.losses import calibrations, check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
-from cdc_plugin.data.images import ImageSet, Progress
-from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.errors import UserError
+from cdc_plugin.core.selection import check_selection
+from cdc_plugin.data.images import ImageSet, open_images
+from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.initialise import InitialHeads, build_initial_heads, choose_clusters, choose_init
-from cdc_plugin.training.batches import training_views, view_features
+from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
+from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.choose_augmentation import choose_augmentation
-from cdc_plugin.training.device import choose_device
-from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.features import (
     Features,
-    features_key,
-    find_rows,
     head_probabilities,
-    keep_rows,
     nearest_of_all,
     refine_over_all,
     shared_features,
 )
-from cdc_plugin.training.inputs import open_data, open_network
-from cdc_plugin.training.progress import log, progress
+from cdc_plugin.training.progress import log
+from cdc_plugin.training.runtime import Runtime, choose_device
+from cdc_plugin.training.trackers import make_trackers
 
-Extract = Callable[[Backbone, ImageSet, torch.device, str, Progress | None, Distributed], Features]
+Extract = Callable[[Backbone, ImageSet, Runtime], Features]
 
 
 @dataclass(frozen=True)
-class Material:
-    """Checked inputs: the backbone is on the device, every number of ``config`` that needs the data is there.
+class Prepared:
+    """Checked inputs of a run; the backbone is on the device.
 
     Args:
+        request: what was asked for, whose augmentation may still be open.
         features: (N, D) of the plain views.
         old: (N, C') probabilities of the old model's head, where the checkpoint has one.
     """
 
-    config: RefineConfig
+    request: RefineConfig
+    settings: ResolvedConfig
     loaded: Loaded
     backbone: Backbone
     images: ImageSet
-    device: torch.device
+    runtime: Runtime
     features: Features
     old: NDArray[np.float32] | None
 
 
-def gather(
-    config: RefineConfig,
-    module: nn.Module | None,
-    data: Any,
-    extract: Extract = shared_features,
-    distributed: Distributed = SINGLE,
-) -> Material:
-    """Open the checkpoint and the images, and take the features; mistakes are refused before that."""
-    device = choose_device(config.device)
-    config, loaded, backbone, images = distributed.raise_together(lambda: _opened(config, module, data, distributed))
+def configure(
+    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> RefineConfig:
+    """Return what is asked for; what the pretraining run says of its data yields to what the user says."""
+    return load_config(
+        recipe, flags, overrides, lambda request: read_run_defaults(request.backbone) if request.backbone else {}
+    )
+
+
+def check_request(request: RefineConfig, resume: bool) -> None:
+    """Refuse a run that cannot begin, before anything is made or read."""
+    required = [] if resume and request.out else ["backbone", "data"]
+    missing = [option(name, "...") for name in required if getattr(request, name) is None]
+    if missing:
+        raise ConfigError(f"missing {' and '.join(missing)}; cdc-refine --help shows how a run is started")
+    check_selection(request.selection)
+    check_calibration(request.calibration, request.calibration_strength)
+    choose_device(request.device)
+    make_trackers(request.track)
+
+
+def prepare(
+    request: RefineConfig, module: nn.Module | None, data: Any, runtime: Runtime, extract: Extract = shared_features
+) -> Prepared:
+    """Open the checkpoint and the images, resolve the settings, and extract the features."""
+    distributed = runtime.distributed
+
+    def open_inputs() -> tuple[Loaded, Backbone, ImageSet]:
+        loaded = open_network(request, module)
+        clusters = choose_clusters(request.clusters, loaded.head_clusters)
+        choose_init(request.init, loaded.head_clusters, clusters)  # refuses before images are read
+        images = open_data(request, loaded.backbone, data, clusters, runtime)
+        return loaded, resolve_input(loaded.backbone, images), images
+
+    loaded, backbone, images = distributed.raise_together(open_inputs)
+    distributed.check_same_images(images.digest, len(images))
+    settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
+    training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
+    check_processes(settings, distributed.size)
     if distributed.size > 1:
-        same = ", bit for bit as one with sync_batchnorm=true" if distributed.exact else ""
-        log.info("%d processes train together%s", distributed.size, same)
-    backbone.place(device, config.compile, not config.freeze_backbone)
+        log.info("%d processes train together", distributed.size)
+    backbone.place(runtime.device, settings.compile, not settings.freeze_backbone)
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
-    features = extract(backbone, images, device, config.precision, progress, distributed)
+    features = extract(backbone, images, runtime)
     if not features.map(lambda block: block.isfinite().all(dim=1)).all():
-        raise UserError("the backbone gives features that are not finite: is this the right checkpoint?")
-    old = head_probabilities(loaded.heads[-1].to(device), features) if loaded.heads else None
-    return Material(config, loaded, backbone, images, device, features, old)
+        raise CheckpointError("the backbone gives features that are not finite: is this the right checkpoint?")
+    old = head_probabilities(loaded.heads[-1].to(runtime.device), features) if loaded.heads else None
+    return Prepared(request, settings, loaded, backbone, images, runtime, features, old)
 
 
-def _opened(
-    config: RefineConfig, module: nn.Module | None, data: Any, distributed: Distributed
-) -> tuple[RefineConfig, Loaded, Backbone, ImageSet]:
-    loaded = open_network(config, module)
-    config = dataclasses.replace(config, clusters=choose_clusters(config.clusters, loaded.heads))
-    backbone = loaded.backbone
-    assert config.clusters is not None
-    init = choose_init(config.init, loaded.heads, config.clusters)
-    images = open_data(config, backbone, data)
-    backbone = resolve_input(backbone, images)
-    config = dataclasses.replace(with_numbers(config, images, backbone), init=init)
-    training_views(config, backbone)  # refuses a wrong augmentation before any work is done
-    check_shares(config, distributed)
-    return config, loaded, backbone, images
+def collect_facts(
+    request: RefineConfig, loaded: Loaded, backbone: Backbone, image_count: int, processes: int = 1
+) -> Facts:
+    """Return what the settings of a run depend on."""
+    return Facts(
+        image_count,
+        backbone.input_size,
+        backbone.mean.tolist(),
+        backbone.std.tolist(),
+        loaded.head_clusters,
+        calibrations.get(request.calibration).strength,
+        processes,
+    )
 
 
-def check_shares(config: RefineConfig, distributed: Distributed) -> None:
-    """Refuse more processes than a sub-batch can be plan_shards_of to."""
-    assert config.sub_batch_size is not None
-    if not config.freeze_backbone and config.sub_batch_size < 2 * distributed.size:
-        raise UserError(
-            f"sub_batch_size={config.sub_batch_size} gives {distributed.size} processes less than two images each; "
-            f"take fewer processes, or sub_batch_size={4 * distributed.size} and a batch_size to match"
+def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
+    """Return the network that was named or given, with the input convention that was stated."""
+    if module is None:
+        wanted = Wanted(request.arch, request.branch, request.head, request.clusters, request.partial_weights)
+        loaded = load_checkpoint(request.backbone or "", request.format, wanted, request.trust_checkpoint)
+        unclear = loaded.origin.why.get("head") if not loaded.heads else None
+        if unclear and request.init == "keep":
+            raise CheckpointError(f"{request.backbone} has {unclear}")
+        if unclear:
+            log.warning("%s; the run begins with prototypes", unclear)
+        if loaded.matched < 1:
+            log.warning("only %.1f %% of the backbone's weights are in the checkpoint", 100 * loaded.matched)
+    elif isinstance(module, Backbone):
+        # Training must not change what the caller still holds.
+        loaded = Loaded(copy.deepcopy(module), Origin("the caller"))
+    else:
+        raise ConfigError(
+            "a module of your own must say what it takes: wrap it as "
+            "cdc_plugin.Backbone(module, feature_dim, mean, std, input_size)"
+        )
+    backbone, recipe = loaded.backbone, request.from_recipe
+    stated = {name: getattr(request, name) for name in INPUT_FACTS if getattr(request, name) is not None}
+    # A recipe's word on the input yields to the checkpoint's own.
+    stated = {name: value for name, value in stated.items() if name not in recipe or name in backbone.inferred}
+    backbone = Backbone(
+        backbone.module,
+        backbone.feature_dim,
+        stated.get("mean", backbone.mean.tolist()),
+        stated.get("std", backbone.std.tolist()),
+        stated.get("input_size", backbone.input_size),
+        backbone.spec,
+        inferred=[name for name in backbone.inferred if name not in set(stated) - set(recipe)],
+    )
+    return dataclasses.replace(loaded, backbone=backbone)
+
+
+def open_data(request: RefineConfig, backbone: Backbone, data: Any, clusters: int, runtime: Runtime) -> ImageSet:
+    """Return the images, squared to the size the backbone takes; log those that cannot be read."""
+    source = request.data if data is None else data
+    adopt_native_size(backbone, source, request.data_root)
+    size, root = backbone.input_size, request.data_root
+    images = open_images(source, size, labels=request.labels, root=root, progress=runtime.progress)
+    for name, reason in images.skipped:
+        log.warning("skipped %s: %s", name, reason)
+    refuse_few(len(images), images.source, clusters)
+    return images
+
+
+def refuse_few(image_count: int, source: str, clusters: int) -> None:
+    """Refuse fewer images than clusters."""
+    if image_count < max(clusters, 4):
+        raise DataError(
+            f"{source} has {image_count} readable images, too few for {clusters} clusters; "
+            "add images or ask for fewer clusters"
         )
 
 
-def with_numbers(config: RefineConfig, images: ImageSet, backbone: Backbone) -> RefineConfig:
-    """The config with a number in place of every None that can be told now."""
-    config = resolve(config, len(images), backbone.input_size)
-    if config.calibration_strength is None:
-        config = dataclasses.replace(config, calibration_strength=calibrations.get(config.calibration).strength)
-    return config
+def check_processes(settings: ResolvedConfig, processes: int) -> None:
+    """Refuse more processes than a sub-batch can be shared by, and what several processes cannot do."""
+    if processes > 1 and settings.sync_batchnorm and settings.compile:
+        raise ConfigError("compiled networks cannot share BatchNorm over several processes; add sync_batchnorm=false")
+    if not settings.freeze_backbone and settings.sub_batch_size < 2 * processes:
+        raise ConfigError(
+            f"sub_batch_size={settings.sub_batch_size} gives {processes} processes fewer than two images each; "
+            f"take fewer processes, or sub_batch_size={4 * processes} and a batch_size to match"
+        )
 
 
-def initialise(material: Material) -> tuple[InitialHeads, AugmentConfig]:
-    """Both heads, from feature prototypes (Sec. 3.3), an old model's head or chance; and the augmentation."""
-    config, device = material.config, material.device
-    assert config.init is not None
-    assert config.clusters is not None
-    source = {"keep": "the old model's heads", "random": "chance"}.get(config.init, "prototypes")
-    count, features = len(material.features), material.features
-    log.info("initialising %d clusters by %s, on the features of %d images", config.clusters, source, count)
-    randomness = generator(config.seed, INITIALISATION)
-    rows, chosen = features.sample(config.clusters, randomness)
+def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
+    """Return both heads, and the settings with the augmentation that suits them.
+
+    The heads come from feature prototypes (Sec. 3.3), an old model's head or chance.
+    """
+    settings, features, device = prepared.settings, prepared.features, prepared.runtime.device
+    source = {"keep": "the old model's heads", "random": "chance"}.get(settings.init, "prototypes")
+    log.info("initialising %d clusters by %s, on the features of %d images", settings.clusters, source, len(features))
+    randomness = generator(settings.seed, INITIALISATION)
+    rows, chosen = features.sample(settings.clusters, randomness)
     if float(rows.std(dim=0).max()) < 1e-6:
         log.warning("the features of all images are the same: the backbone has collapsed")
-    whole, old = len(chosen) == count, None if material.old is None else material.old[chosen.numpy()]
-    refine = None if whole else refine_over_all(features)
+    complete = len(chosen) == len(features)
     heads = build_initial_heads(
-        config.init, material.loaded.heads, rows.to(device), old, config.clusters, config.hidden, randomness, refine
+        settings.init,
+        prepared.loaded.heads,
+        rows.to(device),
+        None if prepared.old is None else prepared.old[chosen.numpy()],
+        settings.clusters,
+        settings.hidden,
+        randomness,
+        None if complete else refine_over_all(features),
     )
-    if not whole:
-        assert heads.centers is not None
+    if not complete and heads.centers is not None:
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
-    randomness = generator(config.seed, AUGMENTATION)
+    randomness = generator(settings.seed, AUGMENTATION)
     augment, agreements = choose_augmentation(
-        config.augment, material.backbone, heads.clustering, material.images, device, randomness
+        prepared.request.augment, prepared.backbone, heads.clustering, prepared.images, device, randomness
     )
     if agreements:
         log.info(
@@ -147,22 +232,4 @@ def initialise(material: Material) -> tuple[InitialHeads, AugmentConfig]:
             augment.flip,
             augment.crop_scale,
         )
-    return heads, augment
-
-
-def frozen_views(
-    config: RefineConfig, backbone: Backbone, images: ImageSet, device: torch.device, distributed: Distributed
-) -> Tensor | RowFile:
-    """Features of the views of a frozen backbone; all processes compute them, the main one keeps and has them."""
-    shape = (len(images), 1 + 2 * config.frozen_views, backbone.feature_dim)
-    arithmetic = f"in pieces of {config.sub_batch_size}" if distributed.exact else ""
-    key = features_key(backbone, images, device, config.precision, f"{config.augment} {config.seed} {arithmetic}")
-    found = find_rows(key, shape) if distributed.main else None
-    if distributed.broadcast_from_main(lambda: found is not None):
-        return torch.empty(0, *shape[1:]) if found is None else found
-    rows = view_features(config, backbone, images, device, distributed)
-    if distributed.main:
-        return keep_rows(key, shape, rows)
-    for _ in rows:
-        pass
-    return torch.empty(0, *shape[1:])
+    return heads, dataclasses.replace(settings, augment=augment)

@@ -48,7 +48,7 @@ def write_history(path: Path, history: list[dict[str, float]]) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def progress(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:
+def show_progress(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:
     """A bar around an iterable, on a terminal only."""
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""The result folder: which one a run writes to, and the state that it is resumed from."""
+"""Keep a run on disk: the folder it writes to, and the state it is resumed from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cdc_plugin.config.load import load_config
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import UserError
+from cdc_plugin.data.images import ImageSet
+from cdc_plugin.errors import OutputError, option
+from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.runtime import Runtime
 
 try:
     import fcntl
@@ -29,27 +34,77 @@ OTHER_FILES = ("model.safetensors", "model.json", "trackers.json")
 RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *OTHER_FILES)
 EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
 COMPARISON = "comparison.json"
-CACHE = "cache"  # of images, in the folders of earlier releases
 DEFAULT_PARENT = Path("cdc-runs")
 
 
+@dataclass
+class Run:
+    """What a run knows between its steps.
+
+    Args:
+        before: figures of the state after initialisation.
+        history: one record per finished epoch.
+        start: (N,) k-means on the features that the run began with.
+        old: the model that is retrofitted: its figures, and its assignment (N,).
+        snapshots: clusters of some images after each of the last epochs.
+        setback: the epoch in which a loss was not finite, if there was one.
+        state: what the run is resumed from.
+    """
+
+    settings: ResolvedConfig
+    folder: Path
+    runtime: Runtime
+    images: ImageSet
+    model: Clusterer
+    before: dict[str, Any]
+    history: list[dict[str, float]] = field(default_factory=list)
+    start: torch.Tensor | None = None
+    old: dict[str, Any] | None = None
+    snapshots: list[torch.Tensor] = field(default_factory=list)
+    setback: int | None = None
+    state: dict[str, Any] | None = None
+
+
+def collect_state(run: Run, refiner: Refiner) -> dict[str, Any]:
+    """Return everything that a resumed run needs."""
+    backbone = run.model.backbone
+    return {
+        "version": 1,
+        "refiner": refiner.state(),
+        "frozen": backbone.module.state_dict() if run.settings.freeze_backbone else None,
+        "backbone": {
+            "feature_dim": backbone.feature_dim,
+            "mean": backbone.mean.tolist(),
+            "std": backbone.std.tolist(),
+            "input_size": backbone.input_size,
+            "spec": backbone.spec,
+        },
+        "heads": run.model.calibration_head.spec,
+        "digest": run.images.digest,
+        **{name: getattr(run, name) for name in KEPT},
+    }
+
+
+KEPT = ("before", "history", "start", "old", "snapshots", "setback")  # of a `Run`, in its state
+
+
 def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) -> Path:
-    """The folder of this run, made if it is not there; refuses one that holds anything else or that is in use.
+    """Return the folder of this run, made if it is not there; refuse one that holds other files or is in use.
 
     It is this process's own until `leave_nothing_behind`. Without ``out`` every run gets a new numbered folder;
-    ``--resume`` and ``--overwrite`` then take the last.
+    to resume or to overwrite then takes the last.
     """
     if resume and overwrite:
-        raise UserError("--resume goes on with a run and --overwrite starts it anew: give one of them")
+        raise OutputError(f"{option('resume')} and {option('overwrite')} exclude each other")
     folder = Path(out).expanduser() if out is not None else _numbered(name, latest=resume or overwrite)
     present = _make(folder)
     if present and not resume and not overwrite:
-        raise UserError(
-            f"{folder} is not empty ({_some(present)}); "
-            "give another --out, or --resume to go on with that run, or --overwrite to replace its files"
+        raise OutputError(
+            f"{folder} is not empty ({_some(present)}); give another folder, {option('resume')} to continue that run, "
+            f"or {option('overwrite')} to replace its files"
         )
     if resume and present and not (folder / CONFIG).is_file():
-        raise UserError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run as --out")
+        raise OutputError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run")
     if resume and present:
         _check_whole(folder / CONFIG)
     _claim(folder)
@@ -60,12 +115,12 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
 
 @contextlib.contextmanager
 def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Iterator[Path]:
-    """The folder of an evaluation, as in `prepare_folder`. It may be a run's, whose other files are left alone."""
+    """Yield the folder of an evaluation, as `prepare_folder` does; the other files of a run in it are left alone."""
     folder = Path(out).expanduser() if out is not None else _numbered(name, latest=overwrite)
     present = _make(folder)
     if present and not overwrite:
-        raise UserError(
-            f"{folder} is not empty ({_some(present)}); give another --out, or --overwrite to replace "
+        raise OutputError(
+            f"{folder} is not empty ({_some(present)}); give another folder, or {option('overwrite')} to replace "
             f"{', '.join(EVALUATION_FILES)} in it"
         )
     try:
@@ -76,15 +131,15 @@ def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
 
 @contextlib.contextmanager
 def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Iterator[Path]:
-    """The folder of a comparison; one that holds a comparison already is gone on with, any other must be empty."""
+    """Yield the folder of a comparison: an earlier comparison is continued, any other folder must be empty."""
     folder = Path(out).expanduser() if out is not None else _numbered(name, latest=overwrite)
     present = _make(folder)
     if present and not (folder / COMPARISON).is_file():
-        raise UserError(f"{folder} holds no comparison but {_some(present)}; give another --out")
+        raise OutputError(f"{folder} holds no comparison but {_some(present)}; give another folder")
     try:
         yield folder
     finally:
-        # One that could not start, on a mistyped path say, has made nothing worth keeping.
+        # A comparison that could not start, on a mistyped path say, has made nothing worth keeping.
         inner = [(Path(path), files) for path, _, files in os.walk(folder, topdown=False) if Path(path) != folder]
         if not any(files for _, files in inner):
             for file in (COMPARISON, LOG):
@@ -95,14 +150,14 @@ def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
 
 
 def clear_results(folder: Path) -> None:
-    """Remove an earlier run's files and nothing else; its log is kept and goes on."""
+    """Remove an earlier run's files and nothing else; its log is kept and continued."""
     for file in RESULT_FILES:
         if file != LOG:
             (folder / file).unlink(missing_ok=True)
 
 
 def leave_nothing_behind(folder: Path) -> None:
-    """Give a folder free for other runs; take it back if a run that could not start has left nothing in it."""
+    """Release a folder for other runs; remove it if a run that could not start has left nothing in it."""
     if (handle := _claims.pop(folder.absolute(), None)) is not None:
         os.close(handle)
     with contextlib.suppress(OSError):  # not empty: it stays
@@ -111,12 +166,12 @@ def leave_nothing_behind(folder: Path) -> None:
             DEFAULT_PARENT.rmdir()
 
 
-def stored_config(given: RefineConfig, folder: Path) -> RefineConfig:
-    """The settings of a run that was killed before its first state: those of the folder, where it has them."""
+def stored_request(request: RefineConfig, folder: Path) -> RefineConfig:
+    """Return the settings of a run that was killed before its first state: the folder's, where it has them."""
     path = folder / CONFIG
-    if given.backbone is not None or not path.is_file():
-        return given
-    return replace(load_config(path), device=given.device)
+    if request.backbone is not None or not path.is_file():
+        return request
+    return replace(load_config(path), device=request.device)
 
 
 _claims: dict[Path, int] = {}  # open folders, whose locks this process holds
@@ -136,7 +191,9 @@ def _claim(folder: Path) -> None:
     except OSError as error:
         os.close(handle)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise UserError(f"another run is writing to {folder}; wait for its end, or give another --out") from error
+            raise OutputError(
+                f"another run is writing to {folder}; wait for its end, or give another folder"
+            ) from error
     else:
         _claims[folder.absolute()] = handle
 
@@ -146,18 +203,21 @@ def _check_whole(config: Path) -> None:
     try:
         names = re.findall(r"^(\w+):", config.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, ValueError) as error:
-        raise UserError(f"{config} cannot be read ({error}); start anew with --overwrite") from error
+        raise OutputError(f"{config} cannot be read ({error}); start again with {option('overwrite')}") from error
     missing = [name for name in ("data", "epochs", "seed", "precision") if name not in names]
     if missing:
-        raise UserError(f"{config} is not whole (it has no {', '.join(missing)}); start anew with --overwrite")
+        raise OutputError(
+            f"{config} is not whole (it has no {', '.join(missing)}); start again with {option('overwrite')}"
+        )
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state that a run is resumed from."""
     write_atomically(folder / STATE, lambda path: torch.save(state, path))
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """The state of the last finished epoch, or None where a run has not got that far."""
+    """Return the state of the last finished epoch, or None where a run has not got that far."""
     path = folder / STATE
     if not path.is_file():
         return None
@@ -165,22 +225,22 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} cannot be read ({reason[:150]}); start anew with --overwrite") from error
+        raise OutputError(f"{path} cannot be read ({reason[:150]}); start again with {option('overwrite')}") from error
 
 
 def _make(folder: Path) -> list[str]:
-    """Make the folder if it is not there; returns the names of what it holds already."""
+    """Make the folder if it is not there; return the names of what it holds already."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # The log is all that a run leaves which failed at once, on a mistyped path say.
-        ignored = {LOG, CACHE, *(path.name for path in _half_written(folder))}
+        # A run that failed at once, on a mistyped path say, leaves its log only.
+        ignored = {LOG, *(path.name for path in _half_written(folder))}
         present = sorted(path.name for path in folder.iterdir() if path.name not in ignored)
     except NotADirectoryError as error:
-        raise UserError(f"--out {folder} is or lies in a file; give the path of a folder") from error
+        raise OutputError(f"{folder} is or lies in a file; give the path of a folder") from error
     except FileExistsError as error:
-        raise UserError(f"--out {folder} is a file; give the path of a folder") from error
+        raise OutputError(f"{folder} is a file; give the path of a folder") from error
     except OSError as error:
-        raise UserError(f"cannot make the result folder {folder}: {error.strerror}; give another --out") from error
+        raise OutputError(f"cannot make the result folder {folder}: {error.strerror}; give another folder") from error
     _check_writable(folder)
     return present
 
@@ -199,7 +259,7 @@ def _numbered(name: str, latest: bool) -> Path:
 
 
 def _half_written(folder: Path) -> list[Path]:
-    """Temporary files of a run that was killed while writing; see `write_atomically` for their names."""
+    """Return temporary files of a run that was killed while writing; `write_atomically` names them."""
     names = "|".join(re.escape(file) for file in RESULT_FILES)
     return [path for path in folder.glob(".*") if re.fullmatch(rf"\.({names})\.[a-z0-9_]{{8}}", path.name)]
 
@@ -210,4 +270,4 @@ def _check_writable(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
+        raise OutputError(f"cannot write to {folder}: {error.strerror}; give another folder") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
@@ -108,3 +109,28 @@ def _handled(handler: Handler) -> Iterator[None]:
         for number, former in earlier.items():
             signal.signal(number, former)
         _ours.remove(handler)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it is gone, or at once if it is gone already.
+
+    A process whose ``torchrun`` was killed would wait for the others for hours, deaf to signals.
+    """
+    threading.Thread(target=_watch, name="parent", daemon=True).start()
+
+
+def _watch() -> None:
+    while os.getppid() == _parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _meet_parent() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+# At import, and not when it is asked for: until torch is imported seconds go by, in which the parent may be killed.
+_parent = os.getppid()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_meet_parent)

@@ -65,7 +65,7 @@ def make_trackers(names: Sequence[str] | None) -> dict[str, Tracker]:
 
 
 @contextlib.contextmanager
-def open_all(
+def open_trackers(
     names: Sequence[str] | None, folder: Path, config: RefineConfig, history: Sequence[Mapping[str, float]]
 ) -> Iterator[Tracking]:
     """All trackers of a run, up to date with the epochs that are behind it, and closed whatever happens.

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cdc_plugin.training.inputs import configure
 from safetensors.torch import load_file
 
 from cdc_plugin.pipeline import run
-from cdc_plugin.training.inputs import configure
 from cdc_plugin.training.refiner import BatchTargets, Refiner
 from tests.helpers.torchrun import Watch, torchrun
 

@@ -5,15 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 from cdc_plugin.models.heads import ClusterHead
-from cdc_plugin.training.refiner import Refiner, Views
+from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.steps import Views
 
 CPU = torch.device("cpu")
 
 
-def settings(**changes) -> RefineConfig:
+def settings(**changes) -> ResolvedConfig:
     given = {
         "clusters": 3,
         "mini_clusters": 6,
@@ -24,7 +26,7 @@ def settings(**changes) -> RefineConfig:
         "lr_heads": 1e-2,
         "lr_backbone": 1e-2,
     }
-    return RefineConfig(**{**given, **changes})
+    return ResolvedConfig(**{**given, **changes})
 
 
 def with_batchnorm() -> nn.Module:
@@ -40,12 +42,12 @@ def with_dropout() -> nn.Sequential:
 
 
 def make(
-    config: RefineConfig, backbone: Callable[[], nn.Module] = with_batchnorm, features: int = 5, seed: int = 0
+    config: ResolvedConfig, backbone: Callable[[], nn.Module] = with_batchnorm, features: int = 5, seed: int = 0
 ) -> Refiner:
     torch.manual_seed(seed)
     network = backbone()
     heads = [ClusterHead(features, config.hidden, config.clusters or 2) for _ in range(2)]
-    return Refiner(network, *heads, config, CPU, images=24, total_steps=6)
+    return Refiner(network, *heads, config, Runtime(CPU, config.precision), image_count=24)
 
 
 def views(seed: int = 0, count: int = 24, size: int = 10) -> Views:
@@ -75,7 +77,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 def tensors_of(refiner: Refiner) -> dict[str, Tensor]:
     modules = ("backbone", "clustering_head", "calibration_head")
-    return {f"{m}.{name}": t.clone() for m in modules for name, t in getattr(refiner, m).state_dict().items()}
+    return {f"{m}.{name}": t.clone() for m in modules for name, t in getattr(refiner.networks, m).state_dict().items()}
 
 
 def trust(share: float):

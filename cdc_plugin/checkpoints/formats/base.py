@@ -65,6 +65,11 @@ class Loaded:
     matched: float = 1.0
     format: str = ""
 
+    @property
+    def head_clusters(self) -> tuple[int, ...]:
+        """For every head, how many clusters it has."""
+        return tuple(int(head.clusters) for head in self.heads)  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True)
 class CheckpointFormat:

@@ -28,10 +28,10 @@ from cdc_plugin.comparison.baselines.task import (
     shuffle_batches,
     split_batch,
 )
-from cdc_plugin.config.schema import batch_sizes
+from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng
 from cdc_plugin.errors import ConfigError
-from cdc_plugin.training.device import autocast, rate_factor
+from cdc_plugin.training.runtime import autocast, lr_multiplier
 
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 
@@ -106,7 +106,7 @@ class BaselineOptimizer:
 
     def step(self, loss: Tensor) -> None:
         """Minimise the loss by one step; without a gradient only the schedule advances."""
-        factor = rate_factor(self.schedule, self.steps, self.total_steps)
+        factor = lr_multiplier(self.schedule, self.steps, self.total_steps)
         self.steps += 1
         if not loss.requires_grad:
             return

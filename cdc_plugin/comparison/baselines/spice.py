@@ -21,7 +21,7 @@ from cdc_plugin.comparison.baselines.task import (
     shuffle_batches,
     split_batch,
 )
-from cdc_plugin.config.schema import batch_sizes
+from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import ConfigError
 from cdc_plugin.models.heads import LayeredHead

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.config.schema import batch_sizes, sub_batches
+from cdc_plugin.config.resolve import batch_sizes, count_sub_batches
 from cdc_plugin.core.random_streams import generator
 
 MakeView = Callable[[Tensor, torch.Generator], Tensor]
@@ -67,9 +67,9 @@ def shuffle_batches(task: BaselineTask, epoch: int) -> Iterator[tuple[Tensor, to
 
 def split_batch(rows: Tensor, settings: BaselineSettings) -> tuple[Tensor, ...]:
     """Split a batch into near-equal sub-batches."""
-    return rows.tensor_split(sub_batches(len(rows), settings.sub_batch_size))
+    return rows.tensor_split(count_sub_batches(len(rows), settings.sub_batch_size))
 
 
 def count_steps(sizes: list[int], settings: BaselineSettings) -> int:
     """Return the number of sub-batches in batches of the given sizes."""
-    return sum(sub_batches(size, settings.sub_batch_size) for size in sizes)
+    return sum(count_sub_batches(size, settings.sub_batch_size) for size in sizes)

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.recipes import find_recipe, read_recipe, recipe_folder
-from cdc_plugin.config.schema import PRECISIONS, batch_sizes, setting
+from cdc_plugin.config.resolve import batch_sizes
+from cdc_plugin.config.schema import PRECISIONS, setting
 from cdc_plugin.errors import ConfigError, DataError, option
 
 TITLES = {"mocov2": "MoCo-v2", "simsiam": "SimSiam", "byol": "BYOL"}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import autocast
 from cdc_plugin.training.pretext.config import PretrainConfig
 from cdc_plugin.training.pretext.methods import Pretext
+from cdc_plugin.training.runtime import autocast
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream.
 WEIGHTS, ORDER, VIEWS, LAYERS = 21, 22, 23, 24

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.config.load import to_yaml
-from cdc_plugin.config.schema import batch_sizes
+from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
@@ -24,7 +24,6 @@ from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.device import choose_device
 from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
     TITLES,
@@ -37,7 +36,7 @@ from cdc_plugin.training.pretext.config import (
 from cdc_plugin.training.pretext.methods import METHODS, Sizes, require_lightly
 from cdc_plugin.training.pretext.networks import fresh_backbone, spec_of
 from cdc_plugin.training.pretext.progress import COLLAPSED, PretextProgress
-from cdc_plugin.training.progress import log, log_to, progress, write_history
+from cdc_plugin.training.progress import log, log_to, show_progress, write_history
 from cdc_plugin.training.run_folder import (
     CONFIG,
     HISTORY,
@@ -48,6 +47,7 @@ from cdc_plugin.training.run_folder import (
     read_state,
     write_state,
 )
+from cdc_plugin.training.runtime import choose_device
 
 TOOL = "cdc-pretrain"
 MEASURED = 10_000  # images whose pixels give mean and std
@@ -253,7 +253,7 @@ def count_images(config: PretrainConfig) -> int:
 
 
 def _open(config: PretrainConfig, size: int) -> ImageSet:
-    images = open_images(config.data, size, labels=False, root=config.data_root, progress=progress)
+    images = open_images(config.data, size, labels=False, root=config.data_root, progress=show_progress)
     for name, reason in images.skipped:
         log.warning("skipped %s: %s", name, reason)
     return images

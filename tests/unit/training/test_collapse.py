@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.collapse import Finding, as_warnings, findings, new_findings, refuse_dead
+from cdc_plugin.training.collapse import Finding, as_warnings, detect, detect_new, refuse_dead
 
 History = list[dict[str, float]]
 KEYS = {"selected": "selected", "confidence": "confidence", "largest": "largest_cluster", "used": "used_clusters"}
 
 
-def settings(**changes: Any) -> RefineConfig:
+def settings(**changes: Any) -> ResolvedConfig:
     """A resolved config, as the pipeline has it while it trains."""
     numbers: dict[str, Any] = {"clusters": 10, "batch_size": 500, "epochs": 20, "init": "prototypes"}
-    return RefineConfig(**{**numbers, "lr_backbone": 1e-3, "lr_heads": 2e-3, **changes})
+    return ResolvedConfig(**{**numbers, "lr_backbone": 1e-3, "lr_heads": 2e-3, **changes})
 
 
 def history(**columns: list[float]) -> History:
@@ -53,7 +53,7 @@ RISING = [0.6, 0.68, 0.72, 0.75, 0.74, 0.76]
     ],
 )
 def test_a_sound_run_is_left_in_peace(sound, config):
-    assert findings(sound, config) == []
+    assert detect(sound, config) == []
 
 
 def test_unequal_classes_are_no_collapse():
@@ -70,54 +70,54 @@ def test_unequal_classes_are_no_collapse():
         used=[2] * 6,
     )
     three = history(largest=[0.55, 0.6, 0.65, 0.7], used=[3] * 4)
-    assert findings(ten, settings(batch_size=250)) == []
-    assert findings(two, settings(clusters=2, batch_size=64)) == []
-    assert findings(three, settings(clusters=3)) == []
+    assert detect(ten, settings(batch_size=250)) == []
+    assert detect(two, settings(clusters=2, batch_size=64)) == []
+    assert detect(three, settings(clusters=3)) == []
 
 
 def test_nothing_selected_is_warned_of_at_once_and_dead_after_two_epochs():
-    found = findings(history(selected=[0.0, 0.0, 0.0]), settings(selection="fixed", threshold=0.999))
+    found = detect(history(selected=[0.0, 0.0, 0.0]), settings(selection="fixed", threshold=0.999))
     assert kinds(found) == [(1, "nothing-selected", False), (2, "nothing-selected", True)]
     assert "Try selection=confident, or threshold=0.8, below the mean confidence of 80%." in found[0].text
 
 
 def test_a_selection_that_begins_to_grow_is_not_dead():
-    found = findings(history(selected=[0.001, 0.004, 0.03, 0.2]), settings())
+    found = detect(history(selected=[0.001, 0.004, 0.03, 0.2]), settings())
     assert kinds(found) == [(1, "nothing-selected", False), (3, "few-selected", False)]
 
 
 def test_a_fixed_threshold_that_nine_of_ten_images_miss_is_warned_of():
     few = history(selected=[0.07])
-    assert kinds(findings(few, settings(selection="fixed"))) == [(1, "few-selected", False)]
-    assert findings(few, settings()) == []
+    assert kinds(detect(few, settings(selection="fixed"))) == [(1, "few-selected", False)]
+    assert detect(few, settings()) == []
 
 
 def test_a_selection_that_shrinks_from_its_own_best_is_warned_of():
-    found = findings(history(selected=[0.26, 0.34, 0.25, 0.19]), settings(selection="fixed", threshold=0.8))
+    found = detect(history(selected=[0.26, 0.34, 0.25, 0.19]), settings(selection="fixed", threshold=0.8))
     assert kinds(found) == [(4, "selection-shrinks", False)]
     assert found[0].text.startswith("19% of the images are selected for training, after 34% at best.")
 
 
 def test_a_confidence_that_falls_while_few_images_teach_is_warned_of_early():
     falling = {"confidence": [0.77, 0.67]}
-    assert findings(history(**falling, selected=[0.7, 0.65]), settings()) == []
-    found = findings(history(**falling, selected=[0.13, 0.14]), settings(selection="fixed"))
+    assert detect(history(**falling, selected=[0.7, 0.65]), settings()) == []
+    found = detect(history(**falling, selected=[0.13, 0.14]), settings(selection="fixed"))
     assert kinds(found) == [(2, "confidence-falls", False)]
 
 
 def test_settings_out_of_the_usual_are_watched_more_closely():
     falling = history(confidence=[0.47, 0.36], selected=[0.44, 0.36])
-    assert findings(falling, settings()) == []
-    fast = findings(falling, settings(lr_backbone=0.05))
+    assert detect(falling, settings()) == []
+    fast = detect(falling, settings(lr_backbone=0.05))
     assert "Try lr_backbone=0.005, or --freeze-backbone." in fast[0].text
-    many = findings(history(confidence=[0.47, 0.35], used=[200, 199]), settings(clusters=200, batch_size=1797))
+    many = detect(history(confidence=[0.47, 0.35], used=[200, 199]), settings(clusters=200, batch_size=1797))
     assert "Try fewer --clusters: a batch has 1797 images for 200, or batch_size=5000" in many[0].text
 
 
 def test_confidence_at_chance_is_dead_when_it_stays_there():
-    found = findings(history(confidence=[0.509, 0.505, 0.504], used=[2] * 3), settings(clusters=2))
+    found = detect(history(confidence=[0.509, 0.505, 0.504], used=[2] * 3), settings(clusters=2))
     assert kinds(found) == [(1, "chance", False), (3, "chance", True)]
-    rising = findings(history(confidence=[0.502, 0.505, 0.509], used=[2] * 3), settings(clusters=2))
+    rising = detect(history(confidence=[0.502, 0.505, 0.509], used=[2] * 3), settings(clusters=2))
     assert kinds(rising) == [(1, "chance", False)]
 
 
@@ -129,7 +129,7 @@ def test_one_cluster_that_swallows_the_rest_is_warned_of_then_dead():
         largest=[0.24, 0.76, 0.95, 0.99, 1.0],
         used=[10, 8, 3, 2, 1],
     )
-    found = findings(collapse, settings(lr_backbone=0.05))
+    found = detect(collapse, settings(lr_backbone=0.05))
     assert kinds(found) == [(2, "one-cluster", False), (5, "one-cluster", True)]
     assert found[0].text == (
         "One cluster holds 76% of the images, 24% in epoch 1. Try lr_backbone=0.005, or --freeze-backbone."
@@ -137,38 +137,38 @@ def test_one_cluster_that_swallows_the_rest_is_warned_of_then_dead():
 
 
 def test_a_backbone_that_puts_nearly_all_images_together_from_the_start_is_to_blame():
-    found = findings(history(largest=[0.8, 0.8], used=[8, 8]), settings())
+    found = detect(history(largest=[0.8, 0.8], used=[8, 8]), settings())
     assert kinds(found) == [(1, "one-cluster", False)]
     assert "Try another backbone" in found[0].text
 
 
 def test_unsure_first_epochs_point_at_the_backbone():
     untrained = history(confidence=[0.2, 0.21], selected=[0.2, 0.17], largest=[0.27, 0.55], used=[10, 8])
-    found = findings(untrained, settings())
+    found = detect(untrained, settings())
     assert kinds(found) == [(2, "one-cluster", False)]
     assert "Try another backbone (cdc-inspect BACKBONE" in found[0].text
 
 
 def test_of_two_clusters_an_empty_one_is_dead_after_two_epochs():
-    found = findings(history(largest=[0.8, 1.0, 1.0], used=[2, 1, 1]), settings(clusters=2))
+    found = detect(history(largest=[0.8, 1.0, 1.0], used=[2, 1, 1]), settings(clusters=2))
     assert kinds(found) == [(2, "one-cluster", False), (3, "one-cluster", True)]
 
 
 def test_clusters_that_die_out_are_warned_of():
-    found = findings(history(used=[9, 8, 7, 6], largest=[0.25] * 4), settings(init="random"))
+    found = detect(history(used=[9, 8, 7, 6], largest=[0.25] * 4), settings(init="random"))
     assert kinds(found) == [(3, "clusters-die", False)]
     assert found[0].text == "No image comes into 3 of 10 clusters. Try --init prototypes, or --clusters 7."
 
 
 def test_certainty_with_few_clusters_in_use_is_warned_of():
-    found = findings(history(confidence=[0.8, 0.99], used=[8, 4], largest=[0.25, 0.3]), settings(entropy_weight=0.1))
+    found = detect(history(confidence=[0.8, 0.99], used=[8, 4], largest=[0.25, 0.3]), settings(entropy_weight=0.1))
     assert kinds(found) == [(2, "clusters-die", False), (2, "over-confident", False)]
     assert all("entropy_weight=1" in finding.text for finding in found)
 
 
 def test_a_frozen_backbone_is_not_told_to_freeze_or_to_slow_down():
     config = settings(freeze_backbone=True, lr_backbone=0.05)
-    found = findings(history(used=[6], largest=[0.3]), config)
+    found = detect(history(used=[6], largest=[0.3]), config)
     assert found[0].text.endswith(
         "Try --clusters 6, or another backbone (cdc-inspect BACKBONE --data IMAGES says whether this one tells "
         "images apart)."
@@ -178,19 +178,19 @@ def test_a_frozen_backbone_is_not_told_to_freeze_or_to_slow_down():
 def test_each_kind_is_told_once_by_the_epoch_that_brings_it():
     whole = history(selected=[0.03, 0.02, 0.0, 0.0, 0.0], used=[10, 9, 7, 6, 5])
     config = settings(selection="fixed")
-    told = [finding for end in range(1, 6) for finding in new_findings(whole[:end], config)]
-    assert told == findings(whole, config)
+    told = [finding for end in range(1, 6) for finding in detect_new(whole[:end], config)]
+    assert told == detect(whole, config)
     assert len({(finding.kind, finding.dead) for finding in told}) == len(told) == 4
 
 
 def test_what_an_epoch_does_not_say_alarms_nobody():
     old = [{"epoch": epoch, "clustering_loss": 0.5, "selected": 0.8, "confidence": 0.8} for epoch in (1, 2)]
     resumed = [*old, {**old[0], "epoch": 3, "largest_cluster": 0.3, "used_clusters": 10}]
-    assert findings(old, settings()) == findings(resumed, settings()) == []
-    assert findings([{"epoch": 1, "loss": 1.0}, {"epoch": 2}], settings()) == []
+    assert detect(old, settings()) == detect(resumed, settings()) == []
+    assert detect([{"epoch": 1, "loss": 1.0}, {"epoch": 2}], settings()) == []
     collapsed = [*old, {**old[0], "epoch": 3, "largest_cluster": 0.8, "used_clusters": 10}]
-    assert findings(collapsed, settings())[0].text.startswith("One cluster holds 80% of the images. Try ")
-    unknown = findings([{"epoch": 1, "selected": 0.0, "confidence": math.nan}], settings(selection="fixed"))
+    assert detect(collapsed, settings())[0].text.startswith("One cluster holds 80% of the images. Try ")
+    unknown = detect([{"epoch": 1, "selected": 0.0, "confidence": math.nan}], settings(selection="fixed"))
     assert "nan" not in unknown[0].text
 
 
@@ -217,7 +217,7 @@ def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
 
 def test_a_dead_run_that_is_resumed_is_refused_again():
     longer = [*DEAD, {**DEAD[-1], "epoch": 4}]
-    assert new_findings(longer, settings()) == []
+    assert detect_new(longer, settings()) == []
     with pytest.raises(UserError, match="stopped after epoch 4"):
         refuse_dead(longer, settings())
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cdc_plugin.training.run_state import Run, state_of
 from torch import nn
 
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig, resolve
@@ -20,7 +21,6 @@ from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.recovery import SLOWER, check_resume_settings, explain_error, roll_back, setback_warning
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.run_folder import write_state
-from cdc_plugin.training.run_state import Run, state_of
 from tests.helpers.in_step import in_step
 
 CPU = torch.device("cpu")

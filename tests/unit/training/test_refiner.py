@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.training import refiner as engine
+from cdc_plugin.training import steps
 from cdc_plugin.training.refiner import NotFiniteError, Views
 from tests.helpers.refiners import (
     fit,
@@ -26,32 +26,38 @@ from tests.helpers.refiners import (
 def test_the_calibration_step_leaves_backbone_and_clustering_head_untouched():
     refiner = make(settings())
     refiner.select = trust(0)  # so that the clustering loss has no gradient
-    before = [weights(m) for m in (refiner.backbone, refiner.clustering_head, refiner.calibration_head)]
+    before = [
+        weights(m)
+        for m in (refiner.networks.backbone, refiner.networks.clustering_head, refiner.networks.calibration_head)
+    ]
     refiner.train_batch(views(), torch.Generator())
-    assert same(before[0], weights(refiner.backbone))
-    assert same(before[1], weights(refiner.clustering_head))
-    assert not same(before[2], weights(refiner.calibration_head))
+    assert same(before[0], weights(refiner.networks.backbone))
+    assert same(before[1], weights(refiner.networks.clustering_head))
+    assert not same(before[2], weights(refiner.networks.calibration_head))
 
 
 def test_the_pseudo_label_step_leaves_the_calibration_head_untouched(monkeypatch):
-    monkeypatch.setattr(engine, "calibration_loss", lambda logits, targets, weight, fit: (logits * 0).sum())
+    monkeypatch.setattr(steps, "calibration_loss", lambda logits, targets, weight, fit: (logits * 0).sum())
     refiner = make(settings())
     refiner.select = trust(1)
-    before = [weights(m) for m in (refiner.backbone, refiner.clustering_head, refiner.calibration_head)]
+    before = [
+        weights(m)
+        for m in (refiner.networks.backbone, refiner.networks.clustering_head, refiner.networks.calibration_head)
+    ]
     refiner.train_batch(views(), torch.Generator())
-    assert not same(before[0], weights(refiner.backbone))
-    assert not same(before[1], weights(refiner.clustering_head))
-    assert same(before[2], weights(refiner.calibration_head))
+    assert not same(before[0], weights(refiner.networks.backbone))
+    assert not same(before[1], weights(refiner.networks.clustering_head))
+    assert same(before[2], weights(refiner.networks.calibration_head))
 
 
 def test_no_parameter_is_moved_by_both_optimisers():
     refiner = make(settings())
     owned = [
         {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for optimizer in (refiner.clustering_optimizer, refiner.calibration_optimizer)
+        for optimizer in (refiner.networks.clustering_optimizer, refiner.networks.calibration_optimizer)
     ]
     assert not owned[0] & owned[1]
-    everything = (refiner.backbone, refiner.clustering_head, refiner.calibration_head)
+    everything = (refiner.networks.backbone, refiner.networks.clustering_head, refiner.networks.calibration_head)
     assert owned[0] | owned[1] == {id(p) for module in everything for p in module.parameters()}
 
 
@@ -68,9 +74,9 @@ def test_a_batch_in_which_nothing_is_trusted_leaves_every_weight_finite():
 def test_one_step_by_hand_moves_the_calibration_head_as_adam_does():
     refiner = make(settings(sub_batch_size=24, schedule="constant"), nn.Identity, features=10)
     refiner.select = trust(0)
-    twin = copy.deepcopy(refiner.calibration_head)
+    twin = copy.deepcopy(refiner.networks.calibration_head)
     given = views()
-    clustering = copy.deepcopy(refiner.clustering_head).train()
+    clustering = copy.deepcopy(refiner.networks.clustering_head).train()
     # K = B: every sample is its own mini-cluster, so targets are the predictions themselves.
     refiner.config.mini_clusters = 24
     refiner.train_batch(given, torch.Generator())
@@ -81,7 +87,7 @@ def test_one_step_by_hand_moves_the_calibration_head_as_adam_does():
     mean = F.softmax(logits, dim=1).mean(dim=0)
     (-(targets * F.log_softmax(logits, dim=1)).sum(dim=1).mean() + (mean * mean.log()).sum()).backward()
     optimizer.step()
-    found = weights(refiner.calibration_head)
+    found = weights(refiner.networks.calibration_head)
     for name, expected in weights(twin).items():
         if name != "0.bias":  # BatchNorm takes it out again: its gradient is rounding, which Adam blows up
             torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-5)
@@ -97,8 +103,9 @@ def test_training_lowers_the_clustering_loss_and_recovers_separated_clusters():
 
 
 @pytest.mark.parametrize("backbone", [with_batchnorm, without_batchnorm])
-@pytest.mark.parametrize("changes", [{}, {"mini_clusters": None}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"mini_clusters": 0}], ids=str)
 def test_a_restored_run_goes_on_bit_for_bit(backbone, changes):
+    changes = {**changes, "schedule": "constant"}
     whole = make(settings(**changes), backbone)
     expected = fit(whole)
 
@@ -133,7 +140,7 @@ def test_the_state_survives_a_file_that_is_read_safely(tmp_path):
 
 def test_views_are_judged_by_the_statistics_of_the_batch():
     first, second = make(settings()), make(settings())
-    for layer in second.backbone.modules():
+    for layer in second.networks.backbone.modules():
         if isinstance(layer, nn.BatchNorm1d):
             nn.init.constant_(layer.running_mean, 50.0)
             nn.init.constant_(layer.running_var, 0.01)
@@ -147,7 +154,7 @@ def test_dropout_is_off_in_judging_and_on_in_training():
     def look(layer: nn.Module, _inputs: object, _output: object) -> None:
         seen.add((type(layer).__name__, torch.is_grad_enabled(), layer.training))
 
-    for layer in refiner.backbone:
+    for layer in refiner.networks.backbone:
         layer.register_forward_hook(look)
     refiner.train_batch(views(), torch.Generator())
     assert {entry for entry in seen if entry[0] == "Dropout"} == {("Dropout", False, False), ("Dropout", True, True)}
@@ -183,8 +190,8 @@ def test_any_backbone_trains(backbone):
     [
         ({"mini_clusters": 500}, 24),
         ({"mini_clusters": 1}, 24),
-        ({"mini_clusters": None}, 24),
-        ({"mini_clusters": None, "clusters": 2}, 4),
+        ({"mini_clusters": 0}, 24),
+        ({"mini_clusters": 0, "clusters": 2}, 4),
         ({"sub_batch_size": 500}, 24),
         ({"sub_batch_size": 2}, 25),
         ({"clusters": 2}, 4),
@@ -228,11 +235,11 @@ def test_a_loss_that_is_not_finite_is_told():
         refiner.train_batch(broken, torch.Generator())
 
 
-@pytest.mark.parametrize("mini_clusters", [6, None])
+@pytest.mark.parametrize("mini_clusters", [6, 0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_backbone_that_has_diverged_is_told(mini_clusters, value):
     refiner = make(settings(mini_clusters=mini_clusters))
-    nn.init.constant_(refiner.backbone[0].weight, value)
+    nn.init.constant_(refiner.networks.backbone[0].weight, value)
     with pytest.raises(NotFiniteError):
         refiner.train_batch(views(), torch.Generator())
 
@@ -240,7 +247,7 @@ def test_a_backbone_that_has_diverged_is_told(mini_clusters, value):
 @pytest.mark.parametrize("what", ["weight", "running_var"])
 def test_an_epoch_whose_last_step_has_ruined_a_weight_or_a_statistic_does_not_count(what):
     refiner = make(settings(epochs=2))
-    layer = next(layer for layer in refiner.clustering_head.modules() if isinstance(layer, nn.BatchNorm1d))
+    layer = next(layer for layer in refiner.networks.clustering_head.modules() if isinstance(layer, nn.BatchNorm1d))
     ended = []
 
     def ruin(stats: dict[str, float]) -> None:
@@ -259,7 +266,7 @@ def test_rates_fall_along_a_cosine_or_stay():
     assert refiner_steps == sorted(refiner_steps, reverse=True)
     assert refiner_steps[-1] == pytest.approx(0, abs=1e-6)
     assert {line["lr_factor"] for line in fit(constant)} == {1.0}
-    assert constant.clustering_optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
+    assert constant.networks.clustering_optimizer.param_groups[0]["lr"] == pytest.approx(1e-2)
 
 
 def test_zero_epochs_change_nothing():

@@ -10,7 +10,9 @@ from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 from cdc_plugin.models.heads import ClusterHead, LayeredHead
 from cdc_plugin.training import refiner as engine
 from cdc_plugin.training.distributed import Distributed
-from cdc_plugin.training.refiner import Refiner, Views
+from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.steps import Views
 from cdc_plugin.training.sub_batches import plan_shards_of
 from tests.helpers.in_step import in_step
 from tests.helpers.refiners import (
@@ -27,7 +29,7 @@ from tests.helpers.refiners import (
 def passes_of(refiner: Refiner, given: Views) -> list[tuple[bool, int]]:
     """Every pass through the backbone in a batch: whether it was in training, and of how many images."""
     seen: list[tuple[bool, int]] = []
-    hook = refiner.backbone.register_forward_hook(
+    hook = refiner.networks.backbone.register_forward_hook(
         lambda module, inputs, output: seen.append((torch.is_grad_enabled(), len(inputs[0])))
     )
     refiner.train_batch(given, torch.Generator())
@@ -68,7 +70,7 @@ def without_any_batchnorm(passes: str, mask: Tensor) -> Refiner:
     torch.manual_seed(0)
     heads = [LayeredHead([["linear", 5, 3]]) for _ in range(2)]
     config = settings(passes=passes, sub_batch_size=40, schedule="constant")
-    refiner = Refiner(without_batchnorm(), *heads, config, CPU, images=80, total_steps=2)
+    refiner = Refiner(without_batchnorm(), *heads, config, Runtime(CPU, config.precision), image_count=80)
     refiner.select = trusting(mask)
     return refiner
 
@@ -143,8 +145,8 @@ def test_large_batches_are_judged_in_groups_of_whole_sub_batches(monkeypatch, at
     monkeypatch.setattr(engine, "_JUDGED_AT_ONCE", at_once)
     refiner, given = make(settings(sub_batch_size=6)), views()
     seen = []
-    refiner.backbone.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
-    twin = copy.deepcopy(refiner.backbone).train()
+    refiner.networks.backbone.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    twin = copy.deepcopy(refiner.networks.backbone).train()
     features = refiner.judge(given, torch.Generator()).features
     assert seen == 2 * groups  # plain ones, then weak ones
     with torch.no_grad():

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.losses import calibrations
 from cdc_plugin.models.heads import ClusterHead, CosineHead
-from cdc_plugin.training.refiner import Refiner, Views
+from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.steps import Views
 
 CPU = torch.device("cpu")
 COUNT = 24
@@ -25,11 +27,11 @@ def refiner(**changes) -> Refiner:
         "lr_backbone": 1e-2,
         "threshold": 0.4,
     }
-    config = RefineConfig(**{**given, **changes})
+    config = ResolvedConfig(**{**given, **changes})
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(10, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
     heads = [ClusterHead(5, 8, 3) for _ in range(2)]
-    return Refiner(network, *heads, config, CPU, images=COUNT, total_steps=16)
+    return Refiner(network, *heads, config, Runtime(CPU, config.precision), image_count=COUNT)
 
 
 def views(rows: Tensor, seed: int) -> Views:
@@ -70,31 +72,31 @@ def trusting_nothing(made: Refiner) -> Refiner:
 @pytest.mark.parametrize("heads", ["clu", "clu+cal"])
 def test_a_single_head_ends_as_both_heads(heads):
     made = refiner(heads=heads)
-    assert made.target_head is made.clustering_head
+    assert made.networks.target_head is made.networks.clustering_head
     fit(made)
-    assert same(weights(made.clustering_head), weights(made.calibration_head))
+    assert same(weights(made.networks.clustering_head), weights(made.networks.calibration_head))
 
 
 def test_a_single_head_that_trusts_nothing_is_moved_by_the_calibration_loss_only():
     for heads, moves in (("clu", False), ("clu+cal", True)):
         made = trusting_nothing(refiner(heads=heads, selection="fixed"))
-        before, backbone = parameters(made.clustering_head), parameters(made.backbone)
+        before, backbone = parameters(made.networks.clustering_head), parameters(made.networks.backbone)
         stats = made.train_batch(batches(0)[0], torch.Generator())
         assert stats["selected"] == 0
-        assert torch.equal(before, parameters(made.clustering_head)) is not moves
-        assert torch.equal(backbone, parameters(made.backbone))
+        assert torch.equal(before, parameters(made.networks.clustering_head)) is not moves
+        assert torch.equal(backbone, parameters(made.networks.backbone))
         assert (stats["calibration_loss"] != 0) is moves
 
 
 def test_without_stop_gradient_the_calibration_loss_moves_the_backbone_too():
     for stop in (True, False):
         made = trusting_nothing(refiner(stop_gradient=stop, selection="fixed"))
-        backbone, head = parameters(made.backbone), parameters(made.clustering_head)
-        calibration = parameters(made.calibration_head)
+        backbone, head = parameters(made.networks.backbone), parameters(made.networks.clustering_head)
+        calibration = parameters(made.networks.calibration_head)
         made.train_batch(batches(0)[0], torch.Generator())
-        assert torch.equal(backbone, parameters(made.backbone)) is stop
-        assert torch.equal(head, parameters(made.clustering_head))
-        assert not torch.equal(calibration, parameters(made.calibration_head))
+        assert torch.equal(backbone, parameters(made.networks.backbone)) is stop
+        assert torch.equal(head, parameters(made.networks.clustering_head))
+        assert not torch.equal(calibration, parameters(made.networks.calibration_head))
 
 
 @pytest.mark.parametrize("selection", ["flexmatch", "freematch", "freematch+ppf", "confident+gsf"])
@@ -107,8 +109,8 @@ def test_a_resumed_run_remembers_what_its_selection_had_learnt(selection):
     second = refiner(selection=selection)
     second.restore(state)
     fit(second)
-    assert same(weights(whole.backbone), weights(second.backbone))
-    assert same(weights(whole.calibration_head), weights(second.calibration_head))
+    assert same(weights(whole.networks.backbone), weights(second.networks.backbone))
+    assert same(weights(whole.networks.calibration_head), weights(second.networks.calibration_head))
     assert whole.select.state.keys() == second.select.state.keys()
     assert same(whole.select.state, second.select.state)
 
@@ -123,9 +125,13 @@ def test_a_state_of_before_selections_had_any_memory_is_taken():
 @pytest.mark.parametrize("name", calibrations.names())
 def test_every_calibration_trains_the_calibration_head_and_nothing_else(name):
     made = trusting_nothing(refiner(calibration=name, selection="fixed"))
-    before = [parameters(m) for m in (made.backbone, made.clustering_head, made.calibration_head)]
+    before = [
+        parameters(m) for m in (made.networks.backbone, made.networks.clustering_head, made.networks.calibration_head)
+    ]
     stats = made.train_batch(batches(0)[0], torch.Generator())
-    after = [parameters(m) for m in (made.backbone, made.clustering_head, made.calibration_head)]
+    after = [
+        parameters(m) for m in (made.networks.backbone, made.networks.clustering_head, made.networks.calibration_head)
+    ]
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False]
     assert (stats["mini_clusters"] > 0) is (name == "mini-clusters")
 
@@ -134,7 +140,7 @@ def test_the_strength_of_a_calibration_is_what_the_config_says():
     def calibrated(strength: float | None) -> Tensor:
         made = refiner(calibration="label-smoothing", calibration_strength=strength)
         made.train_batch(batches(0)[0], torch.Generator())
-        return parameters(made.calibration_head)
+        return parameters(made.networks.calibration_head)
 
     assert torch.equal(calibrated(None), calibrated(calibrations.get("label-smoothing").strength))
     assert not torch.equal(calibrated(None), calibrated(0.5))
@@ -145,7 +151,7 @@ def test_the_weight_of_the_entropy_and_the_gradient_of_another_head_are_settings
     for name, change in {"default": {}, "entropy": {"entropy_weight": 0.0}, "fixed": {"selection": "fixed"}}.items():
         made = refiner(**change)
         fit(made)
-        results[name] = parameters(made.calibration_head)
+        results[name] = parameters(made.networks.calibration_head)
     assert not torch.equal(results["default"], results["entropy"])
     assert not torch.equal(results["default"], results["fixed"])
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cdc_plugin.training.exact import sum_gradients
 from torch import Tensor, nn
 
 from cdc_plugin.training import distributed as distributed_module
 from cdc_plugin.training.distributed import SINGLE, Distributed, Rows, deal
-from cdc_plugin.training.exact import sum_gradients
 from cdc_plugin.training.sync_batchnorm import synchronised
 from tests.helpers.in_step import Silence, in_step
 

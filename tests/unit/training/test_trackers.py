@@ -10,7 +10,7 @@ import pytest
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import trackers as module
-from cdc_plugin.training.trackers import NOTES, flat_figures, make_trackers, open_all, trackers
+from cdc_plugin.training.trackers import NOTES, flat_figures, make_trackers, open_trackers, trackers
 
 CONFIG = RefineConfig(backbone="b.pt", data="photos", clusters=3)
 EPOCHS = [{"epoch": float(n), "clustering_loss": 1 / n, "selected": 0.5} for n in (1, 2, 3, 4)]
@@ -60,7 +60,7 @@ def add(monkeypatch):
 
 def test_everything_reaches_each_tracker_and_it_is_closed(add, tmp_path):
     both = [add("one", Recorder()), add("two", Recorder())]
-    with open_all(["one", "two", "one"], tmp_path, CONFIG, []) as track:
+    with open_trackers(["one", "two", "one"], tmp_path, CONFIG, []) as track:
         track.epoch(EPOCHS[0])
         track.finish(METRICS)
     for tracker in both:
@@ -74,7 +74,7 @@ def test_everything_reaches_each_tracker_and_it_is_closed(add, tmp_path):
 
 def test_without_trackers_nothing_is_written(tmp_path):
     for names in (None, []):
-        with open_all(names, tmp_path, CONFIG, EPOCHS) as track:
+        with open_trackers(names, tmp_path, CONFIG, EPOCHS) as track:
             track.epoch(EPOCHS[0])
             track.finish(METRICS)
     assert list(tmp_path.iterdir()) == []
@@ -82,13 +82,13 @@ def test_without_trackers_nothing_is_written(tmp_path):
 
 def test_a_resumed_run_tells_what_was_missed_and_nothing_twice(add, tmp_path):
     first = add("one", Recorder())
-    with contextlib.suppress(KeyboardInterrupt), open_all(["one"], tmp_path, CONFIG, []) as track:
+    with contextlib.suppress(KeyboardInterrupt), open_trackers(["one"], tmp_path, CONFIG, []) as track:
         track.epoch(EPOCHS[0])
         raise KeyboardInterrupt  # the state of epoch 2 is saved, but it has not been told
     assert first.calls[-1] == ("close",)
     again = Recorder()
     trackers.entries["one"] = lambda: again
-    with open_all(["one"], tmp_path, CONFIG, EPOCHS[:2]) as track:
+    with open_trackers(["one"], tmp_path, CONFIG, EPOCHS[:2]) as track:
         track.epoch(EPOCHS[2])
     assert again.calls[0][-1] == {"mine": "x", "epoch": 1}
     assert (first.epochs, again.epochs) == ([1], [2, 3])
@@ -96,10 +96,10 @@ def test_a_resumed_run_tells_what_was_missed_and_nothing_twice(add, tmp_path):
 
 def test_a_tracker_that_joins_later_gets_the_whole_history(add, tmp_path):
     add("one", Recorder())
-    with open_all(["one"], tmp_path, CONFIG, []) as track:
+    with open_trackers(["one"], tmp_path, CONFIG, []) as track:
         track.epoch(EPOCHS[0])
     late = add("late", Recorder())
-    with open_all(["late"], tmp_path, CONFIG, EPOCHS[:1]) as track:
+    with open_trackers(["late"], tmp_path, CONFIG, EPOCHS[:1]) as track:
         track.epoch(EPOCHS[1])
     assert late.epochs == [1, 2]
     assert {name: kept["epoch"] for name, kept in json.loads((tmp_path / NOTES).read_text()).items()} == {
@@ -111,7 +111,7 @@ def test_a_tracker_that_joins_later_gets_the_whole_history(add, tmp_path):
 @pytest.mark.parametrize("method", ["start", "epoch", "finish", "close"])
 def test_a_tracker_that_fails_is_left_behind_with_one_warning(add, tmp_path, caplog, method):
     broken, sound = add("broken", Recorder(method)), add("sound", Recorder())
-    with open_all(["broken", "sound"], tmp_path, CONFIG, []) as track:
+    with open_trackers(["broken", "sound"], tmp_path, CONFIG, []) as track:
         for stats in EPOCHS:
             track.epoch(stats)
         track.finish(METRICS)
@@ -133,7 +133,7 @@ def test_notes_that_cannot_be_read_or_written_do_not_end_the_run(add, tmp_path, 
         raise UserError("no space left")
 
     monkeypatch.setattr(module, "write_atomically", full)
-    with open_all(["one"], tmp_path, CONFIG, EPOCHS[:2]):
+    with open_trackers(["one"], tmp_path, CONFIG, EPOCHS[:2]):
         pass
     assert tracker.epochs == [1, 2]
 
@@ -194,12 +194,12 @@ def scalars(folder):
 
 def test_tensorboard_files_hold_every_epoch_once_also_after_a_resume(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    with open_all(["tensorboard"], tmp_path, CONFIG, []) as track:
+    with open_trackers(["tensorboard"], tmp_path, CONFIG, []) as track:
         track.epoch(EPOCHS[0])
         on_disk = scalars(tmp_path / "tensorboard")  # before anything is closed: a killed run has it, too
     assert on_disk == [("train/clustering_loss", 1, 1.0), ("train/selected", 1, 0.5)]
     for _ in range(2):  # the second time nothing is left to do
-        with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS[:2]) as track:
+        with open_trackers(["tensorboard"], tmp_path, CONFIG, EPOCHS[:2]) as track:
             track.finish(METRICS)
     assert scalars(tmp_path / "tensorboard") == [
         *on_disk,
@@ -220,11 +220,11 @@ def test_tensorboard_files_hold_every_epoch_once_also_after_a_resume(tmp_path):
 
 def test_tensorboard_files_of_an_overwritten_run_go_and_other_files_stay(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-    with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS):
+    with open_trackers(["tensorboard"], tmp_path, CONFIG, EPOCHS):
         pass
     (tmp_path / "tensorboard" / "mine.txt").write_text("mine")
     (tmp_path / NOTES).unlink()  # as --overwrite does
-    with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS[:1]):
+    with open_trackers(["tensorboard"], tmp_path, CONFIG, EPOCHS[:1]):
         pass
     assert [step for _, step, _ in scalars(tmp_path / "tensorboard")] == [1, 1]
     assert (tmp_path / "tensorboard" / "mine.txt").read_text() == "mine"
@@ -234,12 +234,12 @@ def test_tensorboard_reads_the_files_itself(tmp_path):
     accumulators = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
     )
-    with open_all(["tensorboard"], tmp_path, CONFIG, []) as track:
+    with open_trackers(["tensorboard"], tmp_path, CONFIG, []) as track:
         track.epoch(EPOCHS[0])
         track.epoch(EPOCHS[1])
     notes = tmp_path / NOTES
     notes.write_text(notes.read_text().replace('"epoch": 2', '"epoch": 1'))  # killed before epoch 2 was noted
-    with open_all(["tensorboard"], tmp_path, CONFIG, EPOCHS[:2]) as track:
+    with open_trackers(["tensorboard"], tmp_path, CONFIG, EPOCHS[:2]) as track:
         track.epoch(EPOCHS[2])
     accumulator = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
@@ -273,10 +273,10 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
     for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     wandb = Wandb(monkeypatch)
-    with contextlib.suppress(KeyboardInterrupt), open_all(["wandb"], tmp_path, CONFIG, []) as track:
+    with contextlib.suppress(KeyboardInterrupt), open_trackers(["wandb"], tmp_path, CONFIG, []) as track:
         track.epoch(EPOCHS[0])
         raise KeyboardInterrupt
-    with open_all(["wandb"], tmp_path, CONFIG, EPOCHS[:1]) as track:
+    with open_trackers(["wandb"], tmp_path, CONFIG, EPOCHS[:1]) as track:
         track.epoch(EPOCHS[1])
         track.finish(METRICS)
     first, second = wandb.inits
@@ -293,6 +293,6 @@ def test_variables_of_wandb_decide_where_a_run_goes(tmp_path, monkeypatch):
     wandb = Wandb(monkeypatch)
     for name in ("project", "name", "dir"):
         monkeypatch.setenv(f"WANDB_{name.upper()}", f"my {name}")
-    with open_all(["wandb"], tmp_path, CONFIG, []):
+    with open_trackers(["wandb"], tmp_path, CONFIG, []):
         pass
     assert [wandb.inits[0][name] for name in ("project", "name", "dir")] == ["my project", "my name", "my dir"]

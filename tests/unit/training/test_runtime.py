@@ -4,12 +4,12 @@ import stat
 
 import pytest
 import torch
+from cdc_plugin.training.device import autocast, choose_device
 from safetensors import SafetensorError
 
 from cdc_plugin.core.random_streams import generator
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.device import autocast, choose_device
 
 
 def test_streams_repeat_for_the_same_numbers_and_differ_for_others():

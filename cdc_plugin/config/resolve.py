@@ -1,0 +1,192 @@
+"""Turn what was asked for into what a run uses: every open choice is made here, once, without labels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.errors import ConfigError, option
+
+INITS = ("prototypes", "keep", "random")
+PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
+FULL_RATE_STEPS = 4_500  # shorter runs take larger rates, in proportion
+IMAGES_SEEN = 50_000  # images times epochs of a run on small data
+CROP_SCALE = 0.2  # SCAN's; until the augmentation is chosen
+
+
+@dataclass
+class ResolvedConfig(RefineConfig):
+    """The settings a run uses: a `RefineConfig` in which nothing is left to choose.
+
+    ``mini_clusters`` is 0 where their number follows the confidence of every batch. The augmentation has its
+    defaults until the initial heads can tell which one suits the data.
+    """
+
+    backbone: str = ""
+    data: str = ""
+    init: str = "prototypes"
+    clusters: int = 2
+    mini_clusters: int = 0
+    calibration_strength: float = 0.0
+    epochs: int = 0
+    batch_size: int = 2
+    sub_batch_size: int = 2
+    lr_heads: float = 0.0
+    lr_backbone: float = 0.0
+    input_size: int = 1
+    mean: list[float] = field(default_factory=list)
+    std: list[float] = field(default_factory=list)
+    track: list[str] = field(default_factory=list)
+    sync_batchnorm: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of images and backbone when the settings are resolved.
+
+    Args:
+        image_count: N.
+        input_size, mean, std: the input that the backbone takes.
+        head_clusters: for every clustering head in the checkpoint, how many clusters it has.
+        calibration_strength: of the calibration asked for, unless the user states another.
+        processes: how many train together.
+    """
+
+    image_count: int
+    input_size: int
+    mean: Sequence[float]
+    std: Sequence[float]
+    head_clusters: tuple[int, ...] = ()
+    calibration_strength: float = 0.0
+    processes: int = 1
+
+
+def resolve(request: RefineConfig, facts: Facts) -> ResolvedConfig:
+    """Return the settings of a run on these data and this backbone; resolving them again changes nothing.
+
+    B follows the paper: 1,000 for small images, 500 for large ones, at least 25 images per cluster, but at least four
+    batches per epoch on small sets; B_s is B / 2 from 1,000 images on and B / 4 below, as there. The paper's rates are
+    made for 12,000 steps; a set of a few thousand images gives a few hundred in reasonable time, at rates that grow
+    with the steps that are missing, up to twentyfold.
+    """
+    clusters = choose_clusters(request.clusters, facts.head_clusters)
+    batch_size = choose_batch_size(request.batch_size, facts.image_count, facts.input_size, clusters)
+    sub_batch_size = min(request.sub_batch_size or max(32, batch_size // (2 if batch_size >= 1000 else 4)), batch_size)
+    epochs = request.epochs
+    if epochs is None:
+        epochs = min(100, max(10, round(IMAGES_SEEN / facts.image_count)))
+    steps = epochs * steps_per_epoch(facts.image_count, batch_size, sub_batch_size)
+    speed_up = min(20.0, max(1.0, FULL_RATE_STEPS / max(1, steps)))
+    augment = dataclasses.replace(
+        request.augment,
+        flip=True if request.augment.flip is None else request.augment.flip,
+        crop_scale=request.augment.crop_scale or CROP_SCALE,
+    )
+    strength = request.calibration_strength
+    decided: dict[str, Any] = {
+        "backbone": request.backbone or "",
+        "data": request.data or "",
+        "init": choose_init(request.init, facts.head_clusters, clusters),
+        "clusters": clusters,
+        "mini_clusters": min(request.mini_clusters or 0, batch_size),
+        "calibration_strength": facts.calibration_strength if strength is None else strength,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "sub_batch_size": sub_batch_size,
+        "lr_heads": PAPER_LR_HEADS * speed_up if request.lr_heads is None else request.lr_heads,
+        "lr_backbone": PAPER_LR_BACKBONE * speed_up if request.lr_backbone is None else request.lr_backbone,
+        "frozen_views": min(request.frozen_views, max(1, epochs)),  # an epoch looks at one of them
+        "input_size": facts.input_size,
+        # What the user gave is kept to the digit, so that the same command can resume the run.
+        "mean": _stated(request, "mean", facts.mean),
+        "std": _stated(request, "std", facts.std),
+        "from_recipe": [],
+        "augment": augment,
+        "track": request.track or [],
+        "sync_batchnorm": facts.processes > 1 if request.sync_batchnorm is None else request.sync_batchnorm,
+    }
+    kept = {item.name: getattr(request, item.name) for item in dataclasses.fields(RefineConfig)}
+    return ResolvedConfig(**{**kept, **decided})
+
+
+def choose_clusters(requested: int | None, head_clusters: Sequence[int]) -> int:
+    """Return C: the user's number, else the old model's.
+
+    >>> choose_clusters(None, [10])
+    10
+    """
+    if requested is not None:
+        return requested
+    if not head_clusters:
+        raise ConfigError(f"missing {option('clusters', 10)}: the checkpoint is a backbone and does not say how many")
+    return head_clusters[-1]
+
+
+def choose_init(requested: str | None, head_clusters: Sequence[int], clusters: int) -> str:
+    """Return how the heads begin: as requested, else from the old heads where their size is right.
+
+    >>> choose_init(None, [10], 10), choose_init(None, [10], 12)
+    ('keep', 'prototypes')
+    """
+    if requested not in (None, *INITS):
+        raise ConfigError(f"init is one of {', '.join(INITS)}; found {requested!r}")
+    keep, sizes = option("init", "keep"), set(head_clusters)
+    if requested == "keep" and not sizes:
+        raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
+    if requested == "keep" and sizes != {clusters}:
+        known = ", ".join(map(str, sorted(sizes)))
+        raise ConfigError(
+            f"{keep} keeps the {known} clusters of the old model; leave {option('clusters', clusters)} out"
+        )
+    return requested or ("keep" if sizes == {clusters} else "prototypes")
+
+
+def choose_batch_size(requested: int | None, image_count: int, input_size: int, clusters: int) -> int:
+    """Return B, so that every batch holds at least one image per cluster."""
+    usual = max(25 * clusters, min(1000 if input_size <= 128 else 500, image_count // 4), 64)
+    batch_size = min(requested or usual, image_count)
+    if batch_size < clusters:
+        raise ConfigError(
+            f"a batch of {batch_size} images cannot hold one image for each of {clusters} clusters; "
+            f"found {image_count} images; take batch_size={4 * clusters} or more, or fewer clusters"
+        )
+    while min(batch_sizes(image_count, batch_size)) < clusters:  # near-equal batches can be smaller than asked for
+        batch_size += 1
+    return batch_size
+
+
+def batch_sizes(image_count: int, batch_size: int) -> list[int]:
+    """Return the sizes of an epoch's near-equal batches: no image is left out and none is used twice.
+
+    >>> batch_sizes(10, 4)
+    [5, 5]
+    """
+    count = max(1, round(image_count / batch_size))
+    return [image_count // count + (index < image_count % count) for index in range(count)]
+
+
+def count_sub_batches(batch_size: int, sub_batch_size: int) -> int:
+    """Return into how many near-equal sub-batches a batch is cut; none holds a single image.
+
+    >>> count_sub_batches(100, 30), count_sub_batches(3, 1)
+    (3, 1)
+    """
+    return max(1, min(round(batch_size / sub_batch_size), batch_size // 2))
+
+
+def steps_per_epoch(image_count: int, batch_size: int, sub_batch_size: int) -> int:
+    """Return how many steps both optimisers take in an epoch."""
+    return sum(count_sub_batches(size, sub_batch_size) for size in batch_sizes(image_count, batch_size))
+
+
+def as_resolved(stored: RefineConfig) -> ResolvedConfig:
+    """Return settings that were resolved when a run began and have been read back from its config.yaml."""
+    return ResolvedConfig(**{item.name: getattr(stored, item.name) for item in dataclasses.fields(RefineConfig)})
+
+
+def _stated(request: RefineConfig, name: str, known: Sequence[float]) -> list[float]:
+    stated = getattr(request, name)
+    return list(known) if stated is None or name in request.from_recipe else stated

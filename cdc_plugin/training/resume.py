@@ -1,0 +1,90 @@
+"""Resume a run from the state of its last finished epoch; the checkpoint it began with is no longer needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.resolve import Facts, ResolvedConfig, as_resolved, resolve
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.data.images import ImageSet
+from cdc_plugin.errors import ConfigError, DataError
+from cdc_plugin.models.architectures import build
+from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.models.heads import build_head
+from cdc_plugin.training.prepare import check_processes, open_data
+from cdc_plugin.training.progress import log
+from cdc_plugin.training.run_folder import CONFIG, KEPT, Run
+from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.trackers import make_trackers
+
+CHANGEABLE = ("out", "device", "augment", "from_recipe", "track", "on_collapse")  # settings a resumed run may change
+
+
+def resume_run(
+    request: RefineConfig,
+    folder: Path,
+    state: dict[str, Any],
+    module: nn.Module | None,
+    data: Any,
+    runtime: Runtime,
+) -> Run:
+    """Return the run as it was after its last finished epoch."""
+    distributed = runtime.distributed
+    stored = as_resolved(distributed.broadcast_from_main(lambda: load_config(folder / CONFIG)))
+    track = stored.track if request.track is None else request.track
+    make_trackers(track)  # refuses those that are not installed here
+    settings = dataclasses.replace(stored, device=request.device, track=track, on_collapse=request.on_collapse)
+    runtime = dataclasses.replace(runtime, precision=settings.precision)
+    record = state["backbone"]
+    if record["spec"] is not None:
+        network, _ = build(record["spec"])
+    elif isinstance(module, Backbone):
+        network = module.module
+    else:
+        raise ConfigError(f"{folder} was started with a module of your own; pass it again to resume")
+    backbone = Backbone(network, **record)
+    backbone.place(runtime.device, settings.compile, not settings.freeze_backbone)
+
+    def open_again() -> ImageSet:
+        check_processes(settings, distributed.size)
+        images = open_data(settings, backbone, data, settings.clusters, runtime)
+        check_resume_settings(request, stored, len(images), folder)
+        if images.digest != state["digest"]:
+            raise DataError(f"the images of {settings.data} are not those that {folder} was started with")
+        return images
+
+    images = distributed.raise_together(open_again)
+    heads = [build_head(state["heads"], backbone.feature_dim, str(folder)) for _ in range(2)]
+    log.info("resuming after epoch %d", state["refiner"]["epoch"])
+    if settings.freeze_backbone:
+        backbone.module.load_state_dict(state["frozen"])
+    kept = {name: state[name] for name in KEPT}
+    return Run(settings, folder, runtime, images, Clusterer(backbone, heads[0], heads[1]), **kept, state=state)
+
+
+def check_resume_settings(request: RefineConfig, stored: ResolvedConfig, image_count: int, folder: Path) -> None:
+    """Refuse to resume with other settings: that would give a run that no command describes."""
+    default = RefineConfig()
+    names = [item.name for item in dataclasses.fields(RefineConfig) if item.name not in CHANGEABLE]
+    asked = {
+        name: getattr(request, name)
+        for name in names
+        if name not in request.from_recipe and getattr(request, name) != getattr(default, name)
+    }
+    # Sizes beyond the data were cut when the run began; the same command must be accepted again.
+    size = asked.get("input_size") or stored.input_size
+    wanted = resolve(
+        dataclasses.replace(stored, **asked), Facts(image_count, size, stored.mean, stored.std, (stored.clusters,))
+    )
+    for name in asked:
+        if getattr(wanted, name) != getattr(stored, name):
+            raise ConfigError(
+                f"{folder} was started with {name}={getattr(stored, name)}, but {name}={asked[name]} is asked for now; "
+                "resume without it, or start another run in its own folder"
+            )
