@@ -1,0 +1,26 @@
+"""Imports go down only, as declared in pyproject.toml; and only the command line prints and parses arguments."""
+
+import ast
+
+import pytest
+from importlinter.cli import lint_imports
+
+from tests.helpers import ROOT
+
+PACKAGE = ROOT / "cdc_plugin"
+BELOW_THE_COMMANDS = sorted(file for file in PACKAGE.rglob("*.py") if PACKAGE / "cli" not in file.parents)
+
+
+def test_import_contracts_hold(capsys):
+    broken = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+    assert not broken, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", BELOW_THE_COMMANDS, ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_only_the_command_line_prints_and_parses_arguments(file):
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert not called & {"print", "exit", "quit", "input"}
+    assert "argparse" not in imported
+    assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), "a relative import"
