@@ -55,7 +55,6 @@ def inspect_parser() -> argparse.ArgumentParser:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from cdc_plugin.checkpoints import Wanted
     from cdc_plugin.evaluation.inspect import inspect
     from cdc_plugin.training.progress import show_progress
 
@@ -63,8 +62,11 @@ def _inspect(options: argparse.Namespace) -> None:
         options.checkpoint,
         options.data,
         format=options.format,
-        wanted=Wanted(options.arch, options.branch, options.head, options.clusters),
-        trust=options.trust_checkpoint,
+        arch=options.arch,
+        branch=options.branch,
+        head=options.head,
+        clusters=options.clusters,
+        trust_checkpoint=options.trust_checkpoint,
         device=options.device,
         progress=show_progress,
     )

@@ -1,4 +1,4 @@
-"""What images tell about a backbone without labels: collapse, and neighbours that survive a change of the view."""
+"""Measure a backbone without labels: collapse of its features, and neighbours that survive a change of the view."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 
 MOST_IMAGES, FEWEST_IMAGES = 1000, 64
-SECONDS = 20.0  # aimed at for the four passes of `compare_neighbours`
+SECONDS = 20.0  # the target for the four passes of `compare_neighbours`
 BATCH = 64
 NEIGHBOURS = 10
 # Crops that keep half of the area, unmirrored: digits and letters have a right way round. On trained networks
 # 67 to 89 % of ten neighbours stayed, on the same networks with random weights 8 to 24 %.
 CROP_SCALE = 0.5
-# Below these the features tell images hardly apart.
+# Beyond these limits the features hardly distinguish images.
 LEAST_SPREAD, LEAST_RANK, MOST_DEAD = 0.05, 1.5, 0.5
 DEAD_SHARE = 0.01  # of the mean deviation of a dimension
 BETTER_RATIO = 1.3
@@ -80,23 +80,23 @@ class NeighbourComparison:
     words: str
 
 
-def affordable(backbone: Backbone, images: Tensor) -> int:
-    """How many images the network can look at in reasonable time, by a try: 1000, or a half, a quarter, ..."""
+def choose_image_count(backbone: Backbone, pixels: Tensor) -> int:
+    """Return how many images the network can process in reasonable time, by a trial: 1000, half, a quarter ..."""
     settings = view_settings(backbone)
-    few = plain_view(images[:8], settings)
+    few = plain_view(pixels[:8], settings)
     with torch.no_grad():
-        backbone(few[:1])  # the first pass pays for things that later ones do not
+        backbone(few[:1])  # the first pass is slower than later ones
         began = time.monotonic()
         backbone(few)
     per_image = (time.monotonic() - began) / len(few)
     count = MOST_IMAGES
     while count // 2 >= FEWEST_IMAGES - 2 and 4 * count * per_image > SECONDS:
         count //= 2
-    return min(count, len(images))
+    return min(count, len(pixels))
 
 
-def feature_spread(features: Tensor) -> FeatureSpread:
-    """Whether features (N, D) tell images apart at all."""
+def measure_spread(features: Tensor) -> FeatureSpread:
+    """Measure whether features (N, D) distinguish images at all."""
     rows = features.double()
     deviation = rows.std(dim=0)
     # N-1 and D eigenvalues agree but for zeros: the smaller of the two matrices is enough.
@@ -120,7 +120,7 @@ def feature_spread(features: Tensor) -> FeatureSpread:
     return FeatureSpread(rank, dead, cosine, spread, words != "not collapsed", words)
 
 
-def neighbours(features: Tensor, views: Tensor, count: int) -> Neighbours:
+def measure_neighbours(features: Tensor, views: Tensor, count: int) -> Neighbours:
     """Compare the nearest images of N features (N, D) with those of other views of the same images (N, D)."""
     bank, queries = F.normalize(features, dim=1), F.normalize(views, dim=1)
     own = torch.arange(len(bank), device=bank.device)
@@ -134,35 +134,38 @@ def neighbours(features: Tensor, views: Tensor, count: int) -> Neighbours:
 
 
 def compare_neighbours(
-    backbone: Backbone, images: Tensor, progress: Progress | None = None
+    backbone: Backbone, pixels: Tensor, progress: Progress | None = None
 ) -> tuple[Tensor, NeighbourComparison]:
-    """Features of the images, and how neighbours fare against the same network with random weights.
+    """Return features of the images, and their neighbours against the same network with random weights.
 
     Args:
-        images: uint8 (N, 3, S, S) on the CPU, at least 4.
+        pixels: uint8 (N, 3, S, S) on the CPU, at least 4.
     """
-    count = max(1, min(NEIGHBOURS, len(images) // 10))
-    passes = list(_passes(backbone, images))
-    steps = [(net, random_view, part) for net, random_view in passes for part in range(0, len(images), BATCH)]
+    count = max(1, min(NEIGHBOURS, len(pixels) // 10))
+    passes = list(_list_passes(backbone, pixels))
+    steps = [(net, random_view, part) for net, random_view in passes for part in range(0, len(pixels), BATCH)]
     rows: dict[tuple[int, bool], list[Tensor]] = {}
     for net, random_view, start in progress(steps, len(steps), "neighbours") if progress else steps:
-        part = images[start : start + BATCH].to(backbone.mean.device)
+        part = pixels[start : start + BATCH].to(backbone.mean.device)
         rows.setdefault((id(net), random_view), []).append(
-            _features(net, part, generator(0, start) if random_view else None)
+            _extract(net, part, generator(0, start) if random_view else None)
         )
     features, views, random_features, random_views = (torch.cat(rows[id(net), view]) for net, view in passes)
-    trained, random = neighbours(features, views, count), neighbours(random_features, random_views, count)
-    better = trained.kept > BETTER_RATIO * random.kept if len(images) >= FEWEST_FOR_VERDICT else None
-    words = f"{_verdict(trained, random, better)}: {trained.kept:.0%} against {random.kept:.0%}"
-    comparison = NeighbourComparison(count, trained, random, count / (len(images) - 1), better, words)
+    trained, random = (
+        measure_neighbours(features, views, count),
+        measure_neighbours(random_features, random_views, count),
+    )
+    better = trained.kept > BETTER_RATIO * random.kept if len(pixels) >= FEWEST_FOR_VERDICT else None
+    words = f"{_describe_verdict(trained, random, better)}: {trained.kept:.0%} against {random.kept:.0%}"
+    comparison = NeighbourComparison(count, trained, random, count / (len(pixels) - 1), better, words)
     return features.cpu(), comparison
 
 
-def random_twin(backbone: Backbone, images: Tensor) -> Backbone:
-    """The same network with random weights; its BatchNorm statistics are those of the images (N, 3, S, S) uint8."""
+def build_random_twin(backbone: Backbone, pixels: Tensor) -> Backbone:
+    """Return the network with random weights, and BatchNorm statistics of the images (N, 3, S, S) uint8."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = _initialised(backbone)
+        network = _initialise(backbone)
     twin = Backbone(network, backbone.feature_dim, backbone.mean.tolist(), backbone.std.tolist(), backbone.input_size)
     twin.to(backbone.mean.device)
     layers = [m for m in twin.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -172,31 +175,31 @@ def random_twin(backbone: Backbone, images: Tensor) -> Backbone:
             layer.momentum = None  # the plain mean over batches
             layer.train()
         with torch.no_grad():
-            twin(plain_view(images[:BATCH].to(backbone.mean.device), view_settings(backbone)))
+            twin(plain_view(pixels[:BATCH].to(backbone.mean.device), view_settings(backbone)))
     return twin.eval()
 
 
-def _verdict(trained: Neighbours, random: Neighbours, better: bool | None) -> str:
+def _describe_verdict(trained: Neighbours, random: Neighbours, better: bool | None) -> str:
     if better is None:
         return "too few images to compare with random weights"
     degree = "" if better else ("hardly " if trained.kept > random.kept else "no ")
     return f"{degree}better than random weights"
 
 
-def _passes(backbone: Backbone, images: Tensor) -> Iterator[tuple[Backbone, bool]]:
-    twin = random_twin(backbone, images)
+def _list_passes(backbone: Backbone, pixels: Tensor) -> Iterator[tuple[Backbone, bool]]:
+    twin = build_random_twin(backbone, pixels)
     for net in (backbone, twin):
         yield from ((net, False), (net, True))
 
 
 @torch.no_grad()
-def _features(backbone: Backbone, images: Tensor, crops: torch.Generator | None) -> Tensor:
+def _extract(backbone: Backbone, pixels: Tensor, crops: torch.Generator | None) -> Tensor:
     settings = view_settings(backbone, flip=False, crop_scale=CROP_SCALE)
-    view = plain_view(images, settings) if crops is None else weak_view(images, settings, crops)
+    view = plain_view(pixels, settings) if crops is None else weak_view(pixels, settings, crops)
     return backbone(view.contiguous(memory_format=torch.channels_last)).float()
 
 
-def _initialised(backbone: Backbone) -> nn.Module:
+def _initialise(backbone: Backbone) -> nn.Module:
     if backbone.spec is not None:
         return build(backbone.spec)[0]
     network = copy.deepcopy(backbone.module)

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from cdc_plugin.checkpoints import Wanted
 from cdc_plugin.cli import inspect as cli_inspect
 from cdc_plugin.config.recipes import demo_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.evaluation.inspect_features import (
-    affordable,
+    build_random_twin,
+    choose_image_count,
     compare_neighbours,
-    feature_spread,
-    neighbours,
-    random_twin,
+    measure_neighbours,
+    measure_spread,
 )
 from tests.helpers import ROOT
 from tests.helpers.json_records import check_record
@@ -103,7 +102,7 @@ def test_trained_backbone_keeps_more_neighbours_than_random_weights(examined):
 
 def test_untrained_network_is_not_better_than_random_weights(tiny_backbone, digits):
     pixels = torch.from_numpy(digits[0][:100]).permute(0, 3, 1, 2)
-    _, comparison = compare_neighbours(random_twin(tiny_backbone, pixels), pixels)
+    _, comparison = compare_neighbours(build_random_twin(tiny_backbone, pixels), pixels)
     assert comparison.better is False
     assert "better than random weights" in comparison.words
 
@@ -127,7 +126,7 @@ def test_too_few_images_are_refused(tiny_checkpoint, digits):
 def test_inspection_leaves_the_random_state_alone(tiny_backbone, digits):
     pixels = torch.from_numpy(digits[0][:8]).permute(0, 3, 1, 2)
     before = torch.get_rng_state()
-    first, second = random_twin(tiny_backbone, pixels), random_twin(tiny_backbone, pixels)
+    first, second = build_random_twin(tiny_backbone, pixels), build_random_twin(tiny_backbone, pixels)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first.module.conv1.weight, second.module.conv1.weight)
 
@@ -141,13 +140,13 @@ def test_inspection_leaves_the_random_state_alone(tiny_backbone, digits):
     ],
 )
 def test_collapse_is_told_by_its_kind(features, words):
-    found = feature_spread(features)
+    found = measure_spread(features)
     assert found.collapsed
     assert words in found.words
 
 
 def test_gaussian_features_use_their_whole_space(randomness):
-    found = feature_spread(torch.randn(2000, 5, generator=randomness))
+    found = measure_spread(torch.randn(2000, 5, generator=randomness))
     assert found.effective_rank == pytest.approx(5, abs=0.05)
     assert found.dead_dimensions == 0
     assert found.mean_cosine == pytest.approx(0, abs=0.01)
@@ -157,7 +156,7 @@ def test_gaussian_features_use_their_whole_space(randomness):
 
 def test_neighbours_of_the_same_view_are_all_kept_and_those_of_noise_are_not(randomness):
     features, noise = (torch.randn(200, 8, generator=randomness) for _ in range(2))
-    same, other = neighbours(features, features, 10), neighbours(features, noise, 10)
+    same, other = measure_neighbours(features, features, 10), measure_neighbours(features, noise, 10)
     assert (same.kept, same.found) == (1, 1)
     assert other.kept < 0.15
     assert other.found < 0.05
@@ -167,7 +166,7 @@ def test_neighbours_kept_are_counted_by_hand():
     angles = torch.tensor([0.0, 10.0, 90.0, 100.0]).deg2rad()
     moved = torch.tensor([0.0, 60.0, 90.0, 100.0]).deg2rad()  # the second now lies nearest to the third
     features, views = (torch.stack([a.cos(), a.sin()], dim=1) for a in (angles, moved))
-    found = neighbours(features, views, 1)
+    found = measure_neighbours(features, views, 1)
     assert (found.kept, found.found) == (0.75, 0.75)
 
 
@@ -175,7 +174,7 @@ def test_slow_network_is_shown_fewer_images(tiny_backbone, digits, monkeypatch):
     pixels = torch.from_numpy(digits[0]).permute(0, 3, 1, 2)
     clock = iter([0.0, 8.0])
     monkeypatch.setattr("cdc_plugin.evaluation.inspect_features.time.monotonic", lambda: next(clock))
-    assert affordable(tiny_backbone, pixels) == 62
+    assert choose_image_count(tiny_backbone, pixels) == 62
 
 
 def test_help_answers_without_torch():
@@ -236,7 +235,7 @@ def test_folder_is_sampled_and_unreadable_images_are_counted(tiny_checkpoint, tm
 
 
 def test_wanted_architecture_that_is_unknown_is_reported(tiny_checkpoint):
-    found = inspect(tiny_checkpoint, wanted=Wanted(arch="no_such_net"))
+    found = inspect(tiny_checkpoint, arch="no_such_net")
     assert not found["loadable"]
     assert "no_such_net" in found["error"]
 
