@@ -33,7 +33,11 @@ class Partition:
 def kmeans(
     points: Tensor, clusters: int, generator: torch.Generator, *, starts: int = 1, iterations: int = 100
 ) -> Partition:
-    """The best of ``starts`` runs of Lloyd's algorithm, each from its own k-means++ centres.
+    """Return the best of ``starts`` runs of Lloyd's algorithm, each from its own k-means++ centres.
+
+    >>> points = torch.tensor([[0.0], [1.0], [9.0], [10.0]])
+    >>> sorted(kmeans(points, 2, torch.Generator().manual_seed(0)).centers.flatten().tolist())
+    [0.5, 9.5]
 
     With as many clusters as points, or more, every point is its own cluster. Clusters that lose all their
     points keep their centre, so nothing here divides by zero.
@@ -41,7 +45,7 @@ def kmeans(
     Args:
         points: (N, D) features.
         clusters: K, at least 1.
-        generator: a CPU generator; the start depends on nothing else, whatever the device.
+        generator: on the CPU; the start depends on nothing else, whatever the device.
     """
     count = len(points)
     if clusters < 1 or count < 1:
@@ -59,7 +63,7 @@ def kmeans(
 
 
 def lloyd(points: Tensor, centers: Tensor, iterations: int = 100, tolerance: float = 1e-4) -> Partition:
-    """Lloyd's iterations from given centres until centres move less than ``tolerance`` of the variance."""
+    """Iterate from these centres until they move less than ``tolerance`` of the variance."""
     clusters = len(centers)
     small = tolerance * points.var(dim=0, unbiased=False).mean()
     assignment, distance = nearest(points, centers)
@@ -82,14 +86,13 @@ def lloyd_blocks(
     iterations: int = 20,
     tolerance: float = 1e-4,
 ) -> Tensor:
-    """Lloyd's iterations over blocks (n, D) of points, from given centres (K, D); returns the centres.
+    """Iterate as `lloyd` over blocks (n, D) of points that need not fit into memory, and return the centres (K, D).
 
-    As `core.kmeans.lloyd`: clusters without points keep their centre, and centres that move less than ``tolerance``
-    of the variance are done.
+    Clusters without points keep their centre; the end comes when centres move less than ``tolerance`` of the variance.
 
     Args:
-        blocks: gives all points anew at every call.
-        total: sums a tensor over all processes, each of which has blocks of its own.
+        blocks: returns all points at every call.
+        total: sums a tensor in place over all processes, each of which has its own blocks.
     """
     clusters, width = centers.shape
     for _ in range(iterations):
@@ -113,7 +116,7 @@ def lloyd_blocks(
 
 
 def nearest(points: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
-    """Index (N,) of the nearest of the (K, D) centres and the squared distance (N,) to it."""
+    """Return the index (N,) of the nearest of the (K, D) centres and the squared distance (N,) to it."""
     half_norms = centers.square().sum(dim=1) / 2
     rows = max(1, _BLOCK // len(centers))
     best = [torch.addmm(half_norms, part, centers.T, alpha=-1).min(dim=1) for part in points.split(rows)]
@@ -123,7 +126,7 @@ def nearest(points: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seed_centers(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
-    """Greedy k-means++: (K, D) centres, all of them points; on large sets drawn from a random sample.
+    """Draw (K, D) centres among the points by greedy k-means++, in large sets among a random sample.
 
     A sample of 8 K points keeps the inertia within a few thousandths at a fraction of the work.
     """
@@ -136,7 +139,7 @@ def seed_centers(points: Tensor, clusters: int, generator: torch.Generator) -> T
     # All draws are made before the loop, on the CPU: one per candidate, and one for the first centre.
     draws = torch.rand(clusters, candidates, generator=generator).to(points.device)
     norms = points.square().sum(dim=1)
-    # With more candidates than points it is cheaper to know all distances between points beforehand.
+    # With more candidates than points it is cheaper to compute all distances between points beforehand.
     cheaper = clusters * candidates > count and count * count <= _PAIRS
     all_distances = _distances(points, points, norms, norms) if cheaper else None
 

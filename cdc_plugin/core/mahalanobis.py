@@ -1,9 +1,8 @@
-"""How far an image lies from everything a model was refined on, by its features and without labels.
+"""Distance of an image from everything that a model was refined on, by its features and without labels.
 
-Softmax must divide its hundred per cent among the known clusters, whatever it is shown; the distance of the features
-to the nearest cluster need not. Mahalanobis distance with one covariance for all clusters, on features of unit
-length (Lee et al. 2018 for the distance; unit length because networks answer foreign images with longer or shorter
-features, which says little).
+Softmax divides its hundred per cent among the clusters whatever the image shows; the distance of the features to the
+nearest cluster is not bound in this way. It is the Mahalanobis distance with one covariance for all clusters (Lee et
+al. 2018), on features of unit length, since the length of features says little about foreign images.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of the images a model was refined on, this share lies beyond the limit: the price of an alarm.
+# Share of the images of the refinement that lie beyond the limit.
 FALSE_ALARMS = 0.01
 LEAST_SHRINKAGE = 0.01
 
@@ -25,8 +24,8 @@ class Prototypes:
 
     Args:
         centers: (C', D) means of the clusters that have images, whitened.
-        whitening: (D, D) from features to directions in which clusters spread alike.
-        limit: distance beyond which an image is called an outlier.
+        whitening: (D, D), from features to directions in which clusters spread equally.
+        limit: distance beyond which an image counts as an outlier.
     """
 
     centers: Tensor
@@ -34,17 +33,17 @@ class Prototypes:
     limit: float
 
     def distance(self, features: Tensor) -> Tensor:
-        """(N,) distance of features (N, D) to the nearest centre; about sqrt(D) for images like those refined on."""
+        """Return the distance (N,) of features (N, D) to the nearest centre; about sqrt(D) for images like those."""
         centers, whitening = self.centers.to(features.device), self.whitening.to(features.device)
         parts = [torch.cdist(F.normalize(part, dim=1) @ whitening, centers) for part in features.float().split(8192)]
         return torch.cat(parts).min(dim=1).values
 
 
 def fit_prototypes(features: Tensor, assignment: Tensor, clusters: int) -> Prototypes:
-    """Prototypes of features (N, D) that a model has sorted into clusters (N,).
+    """Fit prototypes of features (N, D) that a model has assigned to clusters (N,).
 
-    The limit is found on images that did not take part in the fit: each half of the images is measured by the
-    prototypes of the other half. Measured on the images it was fitted to, a covariance flatters.
+    The limit is taken on images outside the fit: each half of the images is measured by the prototypes of the other
+    half. On the images of the fit itself distances are too small.
     """
     features, assignment = features.float(), assignment.to(features.device)
     centers, whitening = _fit(features, assignment, clusters)
@@ -62,7 +61,7 @@ def fit_prototypes(features: Tensor, assignment: Tensor, clusters: int) -> Proto
 
 
 def _fit(features: Tensor, assignment: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Centres (C', D), whitened, and the whitening (D, D) of the scatter around them."""
+    """Return whitened centres (C', D) and the whitening (D, D) of the scatter around them."""
     unit = F.normalize(features, dim=1)
     count = torch.bincount(assignment, minlength=clusters)
     means = unit.new_zeros(clusters, unit.shape[1]).index_add_(0, assignment, unit)

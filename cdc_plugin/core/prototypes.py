@@ -1,13 +1,13 @@
 """Prototype initialisation of both heads (Sec. 3.3), and the scale of their first logits.
 
-Where this parts from the released code, with the accuracy right after initialisation (digits / Fashion-MNIST
+Differences from the released code, with the accuracy right after initialisation (digits / Fashion-MNIST
 / ten ImageNet classes / CIFAR-10, on features of small networks; k-means alone gives 92 / 65 / 91 / 58):
 
 * Orthogonalisation is the polar factor, the nearest matrix with orthonormal rows, in closed form: the
   2,000 gradient steps of the released code approach the same Gram matrix at many times the cost.
 * The prototypes of the second layer are the means of the hidden activations over the k-means partition *of
   the features*, centred: 93 / 66 / 95 / 60. A second, independent k-means on the activations, as in the
-  paper, can settle in another partition than the one just found: 93 / 65-66 / 83 / 58, below k-means.
+  paper, can end in another partition than the one just found: 93 / 65-66 / 83 / 58, below k-means.
 * The scale of the logits is fitted to label-free targets (`consensus_targets`). Left to chance it was
   92 % confident at 55 % accuracy on Fashion-MNIST.
 """
@@ -51,19 +51,20 @@ def fit_prototype_head(
     clusters: int,
     hidden: int,
     generator: torch.Generator,
-    refine: Callable[[Tensor], Tensor] | None = None,
+    refine_centers: Callable[[Tensor], Tensor] | None = None,
 ) -> HeadWeights:
-    """Head weights from (N, D) features: W1 = k-means_H(z), W2 = prototypes of h, both orthogonalised.
+    """Fit head weights to (N, D) features: W1 = k-means_H(z), W2 = prototypes of h, both orthogonalised (Sec. 3.3).
 
-    Any feature size, hidden size and number of clusters will do; with constant features the weights are 0.
+    Any feature size, hidden size and number of clusters is valid; with constant features the weights are 0.
 
     Args:
-        refine: where the features are a sample, from centres (C, D) of their standardised rows to those of all.
+        refine_centers: where the features are a sample, from centres (C, D) of their standardised rows to the
+            centres of the standardised rows of all images.
     """
     directions = standardize_rows(features)
     runs = sorted((kmeans(directions, clusters, generator) for _ in range(STARTS)), key=lambda r: r.inertia)
-    if refine is not None:
-        centers = refine(runs[0].centers)
+    if refine_centers is not None:
+        centers = refine_centers(runs[0].centers)
         assignment, distance = nearest(directions, centers)
         runs[0] = Partition(centers, assignment, distance.sum().item())
     partition = runs[0].assignment
@@ -84,16 +85,20 @@ def fit_prototype_head(
 
 
 def standardize_rows(features: Tensor) -> Tensor:
-    """Every row of (N, D) with mean 0 and length 1; a constant row becomes 0.
+    """Return the rows of (N, D) with mean 0 and length 1; a constant row becomes 0.
 
     Non-negative features all point into one corner of space; without this step k-means can collapse.
+
+    >>> standardize_rows(torch.tensor([[1.0, 3.0], [5.0, 5.0]]))
+    tensor([[-0.7071,  0.7071],
+            [ 0.0000,  0.0000]])
     """
     centred = features - features.mean(dim=1, keepdim=True)
     return F.normalize(centred, dim=1, eps=1e-6)
 
 
 def orthogonalize(weight: Tensor) -> Tensor:
-    """The polar factor U Vᵀ of weight = U S Vᵀ: the nearest matrix with orthonormal rows (or columns).
+    """Return the polar factor U Vᵀ of weight = U S Vᵀ: the nearest matrix with orthonormal rows (or columns).
 
     Directions that the rows do not span are left out, so a singular or zero matrix gives no arbitrary ones.
     """
@@ -104,11 +109,11 @@ def orthogonalize(weight: Tensor) -> Tensor:
 
 
 def consensus_targets(directions: Tensor, labels: Tensor, runs: list[Partition], generator: torch.Generator) -> Tensor:
-    """How far other partitions of the same features bear out (N,) labels, as soft targets (N, C).
+    """Return soft targets (N, C): how far other partitions of the same features support (N,) labels.
 
-    Each k-means run votes with the mean label of the run's cluster that a sample lies in, as mini-clusters
-    do in Sec. 3.1; the votes are then averaged over 2 C mini-clusters. Where runs disagree or neighbours are
-    split, targets are soft. A cautious figure: the confidence it leads to was 13 points below the accuracy
+    Each k-means run votes with the mean label of its cluster that holds a sample, as mini-clusters do in
+    Sec. 3.1; the votes are then averaged over 2 C mini-clusters. Where runs disagree or neighbours are
+    split, targets are soft. The targets are cautious: the resulting confidence was 13 points below the accuracy
     on digits, 17 below it on ten ImageNet classes and 4 above it on Fashion-MNIST.
     """
     one_hot = F.one_hot(labels, len(runs[0].centers)).to(directions.dtype)
@@ -119,7 +124,7 @@ def consensus_targets(directions: Tensor, labels: Tensor, runs: list[Partition],
 
 
 def fit_scale(logits: Tensor, targets: Tensor) -> float:
-    """The factor on (N, C) logits with the least cross-entropy to the targets, by bisection.
+    """Return the factor on (N, C) logits that minimises the cross-entropy to the targets, by bisection.
 
     The loss is convex in the factor; its slope is Σ (softmax - target) · logit.
     """
@@ -133,7 +138,7 @@ def fit_scale(logits: Tensor, targets: Tensor) -> float:
 
 
 def _means(points: Tensor, assignment: Tensor, clusters: int) -> Tensor:
-    """(C, D) means of the standardised rows of each cluster."""
+    """Return the means (C, D) of the standardised rows of each cluster."""
     sums = points.new_zeros(clusters, points.shape[1])
     for part, places in zip(points.split(_ROWS), assignment.split(_ROWS), strict=True):
         sums.index_add_(0, places, standardize_rows(part))
