@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import Opened
-from cdc_plugin.comparison.methods import Method, absolute
+from cdc_plugin.comparison.methods import Method, replace_shares
 from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup, fits_config
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.data.atomic import write_atomically
@@ -111,8 +111,9 @@ def bench_of(cell: Cell, opened: Opened, earlier: Cell | None, history: list[dic
     """All that a training is given, in copies of its own."""
     prepared = opened.prepared
     start, augment = opened.start(cell.seed)
-    settings = absolute(cell.method.settings, prepared.settings.batch_size)
-    backbone, heads, features = copy.deepcopy(prepared.backbone), prepared.loaded.heads, opened.features
+    assert material.config.batch_size is not None
+    settings = replace_shares(cell.method.settings, material.config.batch_size)
+    backbone, heads, features = copy.deepcopy(material.backbone), material.loaded.heads, opened.features
     if earlier is not None:
         model = load_model(earlier.model).to(prepared.runtime.device)
         backbone, heads = model.backbone, (model.calibration_head,)

@@ -1,18 +1,19 @@
-"""What can be compared, by name: CDC, each of its parts exchanged, and its opponents.
+"""Name the methods to compare: CDC, each of its parts exchanged, and its opponents.
 
-A method is a training (`comparison.training`) and settings. ``cdc:mini_clusters=40:batch_size=500`` states settings
-of its own; ``scan2+cdc`` is CDC as a second stage after an opponent.
+A method is a training (`comparison.train`) and settings. ``cdc:mini_clusters=40:batch_size=500`` adds settings;
+``scan2+cdc`` is CDC as a second stage after an opponent.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cdc_plugin.config.load import load_config
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.selection import check_selection
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError
 
 OURS, SELECTION, CALIBRATION, PARTS = "CDC", "selection", "calibration", "initialisation and heads"
 OPPONENTS, REFERENCE, RETROFIT = "opponents", "reference, uses labels", "retrofit"
@@ -23,12 +24,12 @@ class Method:
     """One row of a table, or two.
 
     Args:
-        training: name in `comparison.training.TRAININGS`.
-        rows: what the rows are called, one for each head that is reported; a single one is the head that predicts.
+        training: name in `comparison.train.TRAININGS`.
+        rows: names of the rows, one for each head that is reported; a single one is the head that predicts.
         settings: ``key=value`` of `RefineConfig`; ``batch_size=50%`` is a share of the default B, and
             ``mini_clusters=10%`` a share of B.
-        after: the method whose model this one goes on with.
-        uses_labels: for training or fitting, so for reference only.
+        after: the method whose model this one continues.
+        uses_labels: for training or fitting, and thus for reference only.
     """
 
     name: str
@@ -54,7 +55,7 @@ def _reference(name: str, row: str, summary: str, after: str | None = None) -> M
 
 
 def _fixed(threshold: str) -> Method:
-    settings, summary = f"selection=fixed threshold={threshold}", f"CDC that trusts what it is {threshold} sure of"
+    settings, summary = f"selection=fixed threshold={threshold}", f"CDC that trusts predictions above {threshold}"
     return _cdc(SELECTION, f"fixed-{threshold}", f"fixed threshold {threshold}", settings, summary)
 
 
@@ -64,15 +65,15 @@ METHODS = {
         _opponent("kmeans", "k-means", "k-means on the features of the backbone; states no confidence"),
         _opponent("cc", "CC", "contrastive clustering: instance and cluster head on two strong views"),
         _opponent("secu", "SeCu", "cluster discrimination by cosine centres, with the entropy constraint"),
-        _opponent("secu-size", "SeCu-Size", "the same with a least size for every cluster"),
+        _opponent("secu-size", "SeCu-Size", "the same with a minimum size for every cluster"),
         _opponent("scan2", "SCAN-2", "nearest neighbours belong to one cluster"),
-        _opponent("scan3", "SCAN-3", "SCAN-2, then self-labelling of what it is 0.99 sure of", after="scan2"),
+        _opponent("scan3", "SCAN-3", "SCAN-2, then self-labelling of predictions above 0.99", after="scan2"),
         _opponent("spice", "SPICE-2", "pseudo-labels around prototypes, double softmax, frozen backbone"),
-        _opponent("old", "old model", "the clustering head in the checkpoint, as it is"),
+        _opponent("old", "old model", "the clustering head in the checkpoint, unchanged"),
         Method("cdc", "CDC, both heads", OURS, "cdc", ("CDC-Clu", "CDC-Cal")),
         _cdc(PARTS, "start-random", "after random init.", "epochs=0 init=random", "random heads, untrained"),
         _cdc(PARTS, "start", "after prototype init.", "epochs=0 init=prototypes", "prototype heads, untrained"),
-        _cdc(PARTS, "random-init", "w/o init. + CDC", "init=random", "CDC that begins with random heads"),
+        _cdc(PARTS, "random-init", "w/o init. + CDC", "init=random", "CDC that starts from random heads"),
         _cdc(PARTS, "single-head", "single head (Clu)", "heads=clu", "one head that selects for itself"),
         _cdc(PARTS, "single-head-both", "single head (Clu+Cal)", "heads=clu+cal", "one head with both losses"),
         _cdc(PARTS, "no-stop-gradient", "w/o stop gradient", "stop_gradient=false", "calibration moves the backbone"),
@@ -81,7 +82,7 @@ METHODS = {
         _cdc(SELECTION, "freematch", "FreeMatch", "heads=clu selection=freematch", "its thresholds, on a single head"),
         _cdc(SELECTION, "cdc+flexmatch", "CDC + FlexMatch", "selection=flexmatch", "CDC with its thresholds"),
         _cdc(SELECTION, "cdc+freematch", "CDC + FreeMatch", "selection=freematch", "CDC with its thresholds"),
-        _cdc(SELECTION, "cdc+gsf", "CDC + GSF", "selection=confident+gsf", "CDC and more images, of like gradient"),
+        _cdc(SELECTION, "cdc+gsf", "CDC + GSF", "selection=confident+gsf", "CDC and more images, of similar gradient"),
         _cdc(SELECTION, "cdc+ppf", "CDC + PPF", "selection=confident+ppf", "CDC and more images, near prototypes"),
         _cdc(CALIBRATION, "label-smoothing", "label smoothing", "calibration=label-smoothing", "in place of regions"),
         _cdc(CALIBRATION, "focal", "focal loss", "calibration=focal", "in place of regions"),
@@ -92,7 +93,7 @@ METHODS = {
         _reference("supervised", "supervised", "backbone and classifier, trained on labels"),
     ]
 }
-# What selections and calibrations are called in a config means CDC with them.
+# The names of selections and calibrations in a config mean CDC with them.
 ALIASES = {
     "confident": "cdc",
     "mini-clusters": "cdc",
@@ -103,61 +104,73 @@ ALIASES = {
     "k-means": "kmeans",
     "scan": "scan2",
 }
-# Methods are compared on these, so none has its own.
+# Settings in which methods must not differ.
 COMMON = {"backbone", "format", "arch", "data", "clusters", "labels", "out", "track", "seed", "device", "augment"}
 COMMON |= {"input_size", "mean", "std", "frozen_views"}
 SYMBOLS = {"batch_size": "B", "mini_clusters": "K", "hidden": "H", "entropy_weight": "w_en"}
 
 
 def find_method(name: str) -> Method:
-    """The method of that name: plain, with settings (``cdc:hidden=256``), or CDC after another (``scan2+cdc``)."""
+    """Return a method by name: plain, with settings (``cdc:hidden=256``), or CDC after another (``scan2+cdc``).
+
+    >>> find_method("scan2+cdc").after
+    'scan2'
+    >>> find_method("cdc:hidden=256").settings
+    ('hidden=256',)
+    """
     base, *words = name.strip().split(":")
-    method = _plain_method(base)
+    method = _find_plain_method(base)
     if not words:
         return method
     for word in words:
         if "=" not in word:
-            raise UserError(f"method {name!r}: expected key=value after a colon, found {word!r}; as cdc:hidden=256")
+            raise ConfigError(
+                f"method {name!r}: expected key=value after a colon, as in cdc:hidden=256; found {word!r}"
+            )
         key = word.split("=")[0]
         if key.split(".")[0] in COMMON:
-            raise UserError(f"method {name!r}: {key} is the same for all methods; give {word} outside of --methods")
+            raise ConfigError(f"method {name!r}: {key} is the same for all methods; pass {word} for all of them")
     check_settings(words)
-    said = [word.split("=", 1) for word in words]
-    row = ", ".join([method.rows[-1], *(f"{SYMBOLS.get(key, key)} {value}" for key, value in said)])
+    pairs = [word.split("=", 1) for word in words]
+    row = ", ".join([method.rows[-1], *(f"{SYMBOLS.get(key, key)} {value}" for key, value in pairs)])
     return replace(method, name=name.strip(), rows=(row,), settings=(*method.settings, *words))
 
 
 def check_settings(words: list[str]) -> None:
-    """Refuse what no cell could use now, not in the middle of a grid."""
-    config = load_config(overrides=absolute(words, batch=1000))
+    """Refuse settings that no cell could use, before the grid starts."""
+    config = load_config(overrides=replace_shares(words, batch=1000))
     check_selection(config.selection)
     check_calibration(config.calibration, config.calibration_strength)
 
 
-def absolute(words: list[str] | tuple[str, ...], batch: int) -> list[str]:
-    """Settings with numbers in place of shares: B of the default ``batch``, K of the B that holds then."""
-    said = dict(word.split("=", 1) for word in words)
+def replace_shares(words: Sequence[str], batch: int) -> list[str]:
+    """Return settings with numbers instead of shares: B of the default ``batch``, K of the resulting B.
+
+    >>> replace_shares(["batch_size=50%", "mini_clusters=10%"], 1000)
+    ['batch_size=500', 'mini_clusters=50']
+    """
+    settings = dict(word.split("=", 1) for word in words)
     for key in ("batch_size", "mini_clusters"):
-        value = said.get(key, "")
+        value = settings.get(key, "")
         if value.endswith("%"):
             try:
-                said[key] = str(max(1, round(float(value[:-1]) / 100 * batch)))
+                settings[key] = str(max(1, round(float(value[:-1]) / 100 * batch)))
             except ValueError:
-                raise UserError(f"{key}={value}: expected a number before the %, as in {key}=50%") from None
-        if key == "batch_size" and said.get(key, "").isdigit():
-            batch = int(said[key])
-    return [f"{key}={value}" for key, value in said.items()]
+                raise ConfigError(f"{key}={value}: expected a number before the %, as in {key}=50%") from None
+        if key == "batch_size" and settings.get(key, "").isdigit():
+            batch = int(settings[key])
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
-def _plain_method(name: str) -> Method:
+def _find_plain_method(name: str) -> Method:
     name = ALIASES.get(name, name)
     if name in METHODS:
         return METHODS[name]
     first = name.removesuffix("+cdc")
     earlier = METHODS.get(ALIASES.get(first, first))
     if name.endswith("+cdc") and earlier is not None and earlier.group == OPPONENTS and first not in ("kmeans", "old"):
-        summary = f"{earlier.rows[0]}, then CDC from its head on"
+        summary = f"{earlier.rows[0]}, then CDC from its head"
         return Method(name, summary, RETROFIT, "cdc", (f"{earlier.rows[0]} + CDC",), ("init=keep",), earlier.name)
     near = difflib.get_close_matches(name, [*METHODS, *ALIASES], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UserError(f"no method {name!r}: {hint}cdc-compare --list-methods names them")
+    raise ConfigError(f"no method {name!r}: {hint}cdc-compare --list-methods shows all")

@@ -97,7 +97,7 @@ def test_two_sets_of_images_stand_in_one_table(tiny_checkpoint, images, digits, 
     ("words", "expected"),
     [
         (["--methods", "cdd"], "no method 'cdd': did you mean 'cdc'?"),
-        (["--methods", "cdc", "--seeds", "none"], "--seeds takes how many (5) or which (0,3,7), found 'none'"),
+        (["--methods", "cdc", "--seeds", "none"], "seeds: expected how many (5) or which (0,3,7), found 'none'"),
         (["--methods", "cdc"], "missing --backbone, --data"),
         (["--recipe", "tables/mian"], "did you mean 'tables/main'?"),
         (["--full"], "--full runs a recipe on the data sets of the paper"),

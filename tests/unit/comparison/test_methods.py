@@ -3,7 +3,7 @@
 import pytest
 
 from cdc_plugin.comparison.grid import with_first_stages
-from cdc_plugin.comparison.methods import ALIASES, METHODS, absolute, check_settings, find_method
+from cdc_plugin.comparison.methods import ALIASES, METHODS, check_settings, find_method, replace_shares
 from cdc_plugin.comparison.train import TRAININGS
 from cdc_plugin.config.load import load_config
 from cdc_plugin.errors import UserError
@@ -35,16 +35,16 @@ def test_cdc_after_an_opponent_keeps_its_head():
     assert (method.after, method.settings, method.rows) == ("scan3", ("init=keep",), ("SCAN-3 + CDC",))
 
 
-def test_what_a_method_goes_on_with_comes_before_it_and_once():
+def test_what_a_method_continues_comes_before_it_and_once():
     names = [m.name for m in with_first_stages([find_method(n) for n in ("scan3+cdc", "kmeans", "scan3", "kmeans")])]
     assert names == ["scan2", "scan3", "scan3+cdc", "kmeans"]
 
 
 def test_shares_become_numbers_of_the_batch():
-    assert absolute(["batch_size=50%", "mini_clusters=10%"], 1000) == ["batch_size=500", "mini_clusters=50"]
-    assert absolute(["mini_clusters=10%", "batch_size=200"], 1000) == ["mini_clusters=20", "batch_size=200"]
-    assert absolute(["mini_clusters=0.01%"], 1000) == ["mini_clusters=1"]
-    assert absolute(["hidden=256"], 1000) == ["hidden=256"]
+    assert replace_shares(["batch_size=50%", "mini_clusters=10%"], 1000) == ["batch_size=500", "mini_clusters=50"]
+    assert replace_shares(["mini_clusters=10%", "batch_size=200"], 1000) == ["mini_clusters=20", "batch_size=200"]
+    assert replace_shares(["mini_clusters=0.01%"], 1000) == ["mini_clusters=1"]
+    assert replace_shares(["hidden=256"], 1000) == ["hidden=256"]
 
 
 @pytest.mark.parametrize(

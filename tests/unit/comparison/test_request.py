@@ -5,7 +5,7 @@ import pytest
 from cdc_plugin.comparison.methods import find_method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe, table_names, table_summary
 from cdc_plugin.config.recipes import recipe_names
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError
 
 PAPER = ["tables/ablation", "tables/k-b-sweep", "tables/main", "tables/ood", "tables/retrofit", "tables/selection"]
 
@@ -26,7 +26,7 @@ def test_every_shipped_recipe_can_be_run(name, full):
     assert recipe.seeds >= 3
 
 
-def test_a_recipe_of_ones_own_is_read_from_a_file(tmp_path):
+def test_another_recipe_is_read_from_a_file(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("methods: [cdc, kmeans]\nseeds: 7\nsettings: [epochs=3]\nfull: {seeds: 9}\n", encoding="utf-8")
     mine = read_table_recipe(str(path), full=False)
@@ -48,12 +48,12 @@ def test_a_recipe_of_ones_own_is_read_from_a_file(tmp_path):
 def test_a_wrong_recipe_says_what_is_wrong(tmp_path, content, words):
     path = tmp_path / "wrong.yaml"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(ConfigError, match=words):
         read_table_recipe(str(path), full=False)
 
 
 def test_an_unknown_recipe_names_the_nearest():
-    with pytest.raises(UserError, match="did you mean 'tables/main'"):
+    with pytest.raises(ConfigError, match="did you mean 'tables/main'"):
         read_table_recipe("tables/mian", full=False)
 
 
@@ -61,11 +61,11 @@ def test_seeds_are_a_number_or_a_list():
     assert parse_seeds("3") == (0, 1, 2)
     assert parse_seeds("4,0") == (4, 0)
     for wrong in ("0", "-1", "a", "1,1", ""):
-        with pytest.raises(UserError, match="--seeds takes how many"):
+        with pytest.raises(ConfigError, match="seeds: expected how many"):
             parse_seeds(wrong)
 
 
 def test_methods_are_separated_by_commas_or_blanks():
     assert [method.name for method in parse_methods(["cdc,kmeans", "scan"])] == ["cdc", "kmeans", "scan2"]
-    with pytest.raises(UserError, match="--methods is empty"):
+    with pytest.raises(ConfigError, match="no method is named"):
         parse_methods([","])
