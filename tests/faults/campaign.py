@@ -1,6 +1,6 @@
-"""Random faults at random moments, each followed by resuming until the run is done: ``campaign.py --faults 100``.
+"""Disturb runs by random faults and resume them until they are done: ``campaign.py --faults 100``.
 
-Prints a table, and the same as JSON with ``--json FILE``; ends with code 1 if any result differs.
+Prints a table, and writes it as JSON with ``--json FILE``; exits with code 1 if any result differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from tests.helpers.fault_runs import QUICK, Ended, Fault, Started, assert_same_results, epochs_in, refine  # noqa: E402
+from tests.helpers.fault_runs import QUICK, Ended, Fault, Started, assert_same_results, count_epochs, refine  # noqa: E402
 
 SIGNALS = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1}
 DISK = ("torch:save", "os:fsync", "os:replace", "tempfile:mkstemp")
@@ -28,7 +28,7 @@ EXPECTED["full disk"] = 2
 
 
 def disturb(kind: str, words: list[str], seconds: float, chance: random.Random) -> Ended:
-    """One start of a run with a fault at a random moment."""
+    """Start a run with a fault at a random moment."""
     if kind == "full disk":
         fault = Fault(chance.choice(DISK), "fill-disk", call=chance.randint(1, 12))
         return refine(*words, fault=fault)
@@ -36,12 +36,12 @@ def disturb(kind: str, words: list[str], seconds: float, chance: random.Random) 
         return refine(*words, fault=Fault("torch:save", "half-kill", call=chance.randint(1, 4)))
     started = Started(words)
     time.sleep(chance.random() * seconds)
-    started.tell(SIGNALS[kind])
+    started.send(SIGNALS[kind])
     return started.end()
 
 
 def prepare(folder: Path) -> tuple[list[str], Path, float]:
-    """Words of a run, its undisturbed folder, and how many seconds it takes."""
+    """Return the arguments of a run, its undisturbed folder, and how many seconds it takes."""
     import torch
 
     from cdc_plugin.data.images import open_images
@@ -75,13 +75,13 @@ def campaign(faults: int, seed: int) -> dict[str, object]:
                 ended = disturb(kind, [*words, "--resume", "--out", str(out)], seconds, chance)
                 story.append(f"{kind}: {ended.code}")
                 (happened if ended.code else too_late)[kind] += 1
-                # Before the command has begun to listen a signal kills it, as any program.
+                # Before the command handles signals, one kills it, as any program.
                 early = {-SIGNALS[kind]} if kind in SIGNALS else set()
                 if ended.code not in {0, EXPECTED[kind]} | early or "Traceback" in ended.errors:
                     wrong.append({"story": list(story), "errors": ended.errors[-2000:]})
-                if epochs_in(out) < last:
+                if count_epochs(out) < last:
                     wrong.append({"story": list(story), "errors": f"epoch {last} was lost"})
-                last = epochs_in(out)
+                last = count_epochs(out)
             ended = refine(*words, "--resume", "--out", out)
             try:
                 assert ended.code == 0, ended.errors[-2000:]

@@ -1,4 +1,4 @@
-"""The run that all faults happen to, and what it gives undisturbed."""
+"""The run that all faults disturb, and its undisturbed result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from tests.helpers.fault_runs import QUICK, assert_same_results, refine, resume
 
 @dataclass(frozen=True)
 class Case:
-    """Words of a run but for --out, and the folder of that run when nothing happened."""
+    """Arguments of a run without --out, and the folder of the undisturbed run."""
 
     words: list[str]
     whole: Path
 
+    def with_data(self, data: Path) -> list[str]:
+        """Return the arguments with other images."""
+        return [*self.words[:3], str(data), *self.words[4:]]
+
     def check(self, folder: Path) -> None:
-        """Go on with a disturbed run to its end, which must be that of the undisturbed one."""
+        """Resume a disturbed run to its end, which must equal that of the undisturbed one."""
         resume(folder, self.words)
         assert_same_results(folder, self.whole)
 

@@ -1,4 +1,4 @@
-"""Full disks, folders that cannot be written to, and files that vanish."""
+"""Full disks, folders that cannot be written to, and files that disappear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.fault_runs import EPOCHS, QUICK, Fault, assert_refused, epochs_in, names_in, refine
+from tests.helpers.fault_runs import EPOCHS, QUICK, TRAIN_BATCH, Fault, assert_refused, count_epochs, list_names, refine
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_earlier_state_is_whole(cas
     out = tmp_path / "out"
     line = assert_refused(refine(*case.words, "--out", out, fault=fault), "no space|disk full", "--resume")
     assert str(out) in line
-    assert epochs_in(out) in (epochs - 1, epochs)
-    assert not {name for name in names_in(out) if name.startswith(".")}
+    assert count_epochs(out) in (epochs - 1, epochs)
+    assert not {name for name in list_names(out) if name.startswith(".")}
     case.check(out)
 
 
@@ -38,10 +38,10 @@ def small_files() -> None:
 
 
 def test_a_write_that_fails_for_real_is_one_line_and_nothing_half_is_left(case, tmp_path):
-    """The writer of torch is C++ and words a failing write in its own way: by a limit on the size of files."""
+    """A limit on file sizes makes torch's C++ writer fail, which has its own error messages."""
     out = tmp_path / "out"
     assert_refused(refine(*case.words, "--out", out, limit=small_files), r"cannot write .*last\.pt")
-    assert names_in(out) == {"config.yaml", "train.log"}
+    assert list_names(out) == {"config.yaml", "train.log"}
     case.check(out)
 
 
@@ -59,7 +59,7 @@ def small_disk(tmp_path) -> Path:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full_is_told_and_made_room_on(case, small_disk):
+def test_a_disk_that_is_really_full_is_reported_and_the_run_resumes_with_more_space(case, small_disk):
     out = small_disk / "out"
     ended = refine(*case.words, "--out", out)
     assert_refused(ended, "no space|disk full", "--resume")
@@ -68,9 +68,9 @@ def test_a_disk_that_is_really_full_is_told_and_made_room_on(case, small_disk):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_became_read_only_is_told(case, tmp_path):
+def test_a_folder_that_became_read_only_is_reported(case, tmp_path):
     out = tmp_path / "out"
-    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
+    refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, call=5))
     out.chmod(0o500)
     try:
         assert_refused(refine("--resume", "--out", out), "cannot write to .*Permission denied")
@@ -79,19 +79,18 @@ def test_a_folder_that_became_read_only_is_told(case, tmp_path):
     case.check(out)
 
 
-def test_a_folder_that_cannot_be_written_to_any_more_ends_the_run_in_one_line(case, tmp_path):
+def test_a_folder_that_can_no_longer_be_written_to_ends_the_run_in_one_line(case, tmp_path):
     out = tmp_path / "out"
     fault = Fault("tempfile:mkstemp", "deny", call=4)
     assert_refused(refine(*case.words, "--out", out, fault=fault), "cannot write .*Read-only file system")
     case.check(out)
 
 
-def test_data_that_vanished_are_named_when_the_run_is_to_go_on(case, tmp_path):
+def test_data_that_disappeared_are_named_on_resume(case, tmp_path):
     data, out = tmp_path / "digits.npz", tmp_path / "out"
-    given = case.words[3]
-    shutil.copy(given, data)
-    words = [str(data) if word == given else word for word in case.words]
-    refine(*words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
+    shutil.copy(case.words[3], data)
+    words = case.with_data(data)
+    refine(*words, "--out", out, fault=Fault(TRAIN_BATCH, call=5))
     data.rename(tmp_path / "elsewhere.npz")
     before = (out / "last.pt").read_bytes()
     line = assert_refused(refine("--resume", "--out", out))
@@ -106,13 +105,12 @@ def test_other_images_under_the_same_name_are_not_trained_on(case, tmp_path):
     data, out = tmp_path / "digits.npz", tmp_path / "out"
     with np.load(case.words[3]) as arrays:
         np.savez(data, x=arrays["x"])
-        words = [str(data) if word == case.words[3] else word for word in case.words]
-        refine(*words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
+        refine(*case.with_data(data), "--out", out, fault=Fault(TRAIN_BATCH, call=5))
         np.savez(data, x=arrays["x"][::-1])
     assert_refused(refine("--resume", "--out", out), "not those")
 
 
-def test_an_image_that_vanishes_while_the_folder_is_read_is_left_out_and_named(
+def test_an_image_that_disappears_while_the_folder_is_read_is_skipped_and_named(
     digits, tiny_checkpoint, write_images, tmp_path
 ):
     photos = write_images(tmp_path / "photos", digits[0][:120])
@@ -131,5 +129,5 @@ def test_a_disk_that_is_full_right_after_the_last_state_costs_no_line_of_the_his
     out = tmp_path / "out"
     fault = Fault("os:replace", "fill-disk", matching="metrics.jsonl", call=EPOCHS + 1)
     assert_refused(refine(*case.words, "--out", out, fault=fault), "space")
-    assert epochs_in(out) == EPOCHS - 1
+    assert count_epochs(out) == EPOCHS - 1
     case.check(out)

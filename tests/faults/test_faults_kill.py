@@ -1,4 +1,4 @@
-"""kill -9 at chosen and at random moments: nothing is lost but the epoch under way, no half file is taken for whole."""
+"""kill -9 at chosen and at random moments: only the current epoch is lost, and no incomplete file is accepted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from tests.helpers.fault_runs import Fault, assert_refused, epochs_in, names_in, refine, refine_until
+from tests.helpers.fault_runs import TRAIN_BATCH, Fault, assert_refused, count_epochs, list_names, refine, refine_until
 
-# In the order of a run, so that one folder can pass through all of them; each is the fault of another start.
+# In the order of a run, so that one folder can pass through all of them, one fault per start.
 POINTS = [
     Fault("cdc_plugin.training.prepare:initialise"),
     Fault("os:replace", matching="config.yaml"),
@@ -18,7 +18,7 @@ POINTS = [
     Fault("torch:save", "half-kill"),
     Fault("os:fsync", call=2),
     Fault("os:replace", matching="last.pt", after=True),
-    Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=2),
+    Fault(TRAIN_BATCH, call=2),
     Fault("torch:save", "half-kill", call=1),
     Fault("os:replace", matching="last.pt"),
     Fault("os:replace", matching="last.pt", after=True),
@@ -37,9 +37,9 @@ def test_a_run_killed_at_every_point_one_after_another_gives_the_same_result(cas
         words = ["--resume"] if (out / "config.yaml").is_file() else [*case.words, "--resume"]
         ended = refine(*words, "--out", out, fault=fault)
         assert ended.code == -signal.SIGKILL, f"{fault} ended with {ended}"
-        assert "report.html" not in names_in(out)
-        assert epochs_in(out) >= last, f"{fault} lost an epoch that was finished"
-        last = epochs_in(out)
+        assert "report.html" not in list_names(out)
+        assert count_epochs(out) >= last, f"{fault} lost an epoch that was finished"
+        last = count_epochs(out)
     assert last == 3
     case.check(out)
 
@@ -52,7 +52,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_result(case, tmp_path):
         words = ["--resume"] if epoch else case.words
         delay = moments.random() * 0.3
         ended = refine_until(
-            lambda epoch=epoch: (out / "metrics.jsonl").is_file() and epochs_in(out) >= epoch,
+            lambda epoch=epoch: (out / "metrics.jsonl").is_file() and count_epochs(out) >= epoch,
             signal.SIGKILL,
             *words,
             "--out",
@@ -66,7 +66,7 @@ def test_a_run_killed_at_random_moments_gives_the_same_result(case, tmp_path):
 def test_resume_alone_starts_a_run_that_was_killed_before_its_first_state(case, tmp_path):
     out = tmp_path / "out"
     refine(*case.words, "--out", out, fault=Fault("os:replace", matching="config.yaml", after=True))
-    assert names_in(out) == {"config.yaml", "train.log"}
+    assert list_names(out) == {"config.yaml", "train.log"}
     ended = refine("--resume", "--out", out)
     assert ended.code == 0, ended.errors
     case.check(out)
@@ -86,7 +86,7 @@ def test_a_file_that_another_program_has_cut_is_refused_in_one_line(case, tmp_pa
 
 def test_an_unfinished_run_is_not_taken_for_a_backbone(case, tmp_path):
     out = tmp_path / "out"
-    refine(*case.words, "--out", out, fault=Fault("cdc_plugin.training.refiner:Refiner.train_batch", call=5))
+    refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, call=5))
     words = [out if word == case.words[1] else word for word in case.words]
     assert_refused(refine(*words, "--out", tmp_path / "next"), "not finished|unfinished", "--resume")
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.helpers.fault_runs import EPOCHS, STEPS, Fault, assert_refused, epochs_in, names_in, refine
+from tests.helpers.fault_runs import EPOCHS, STEPS, Fault, assert_refused, count_epochs, list_names, refine
 
 LOSS = "cdc_plugin.core.losses:pseudo_label_loss"
 
@@ -17,7 +17,7 @@ def history(folder) -> list[dict]:
 
 
 @pytest.mark.parametrize("epoch", [1, 2, EPOCHS])
-def test_a_loss_that_is_no_number_once_takes_the_run_back_one_epoch_at_lower_rates(case, tmp_path, epoch):
+def test_a_loss_that_is_nan_once_takes_the_run_back_one_epoch_at_lower_rates(case, tmp_path, epoch):
     out = tmp_path / "out"
     fault = Fault(LOSS, "nan", call=STEPS * (epoch - 1) + 3)
     ended = refine(*case.words, "--out", out, fault=fault)
@@ -26,7 +26,7 @@ def test_a_loss_that_is_no_number_once_takes_the_run_back_one_epoch_at_lower_rat
     undisturbed = history(case.whole)
     assert [record["epoch"] for record in records] == list(range(1, EPOCHS + 1))
     for record, whole in zip(records[: epoch - 1], undisturbed, strict=False):
-        assert record["clustering_loss"] == whole["clustering_loss"]  # what was good is kept
+        assert record["clustering_loss"] == whole["clustering_loss"]  # earlier epochs are kept
     for record, whole in zip(records[epoch - 1 :], undisturbed[epoch - 1 :], strict=True):
         assert record["lr_factor"] == pytest.approx(0.1 * whole["lr_factor"], abs=1e-9)
         assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
@@ -37,17 +37,17 @@ def test_a_loss_that_is_no_number_once_takes_the_run_back_one_epoch_at_lower_rat
 
 
 @pytest.mark.parametrize("call", [3, STEPS + 3])
-def test_losses_that_stay_no_numbers_end_the_run_in_one_line(case, tmp_path, call):
+def test_losses_that_stay_nan_end_the_run_in_one_line(case, tmp_path, call):
     out = tmp_path / "out"
     fault = Fault(LOSS, "nan", call=call, times=0)
     line = assert_refused(refine(*case.words, "--out", out, fault=fault), "not finite")
     assert "lr_backbone" in line
-    assert "report.json" not in names_in(out)
-    assert epochs_in(out) == call // STEPS
+    assert "report.json" not in list_names(out)
+    assert count_epochs(out) == call // STEPS
 
 
-def test_a_run_at_lower_rates_goes_on_at_these_when_it_was_killed(case, tmp_path):
-    """The step back must be part of the state: a killed and an undisturbed run with the same NaN end alike."""
+def test_a_killed_run_at_lower_rates_resumes_at_these(case, tmp_path):
+    """Rolling back must be part of the state: a killed and an undisturbed run with the same NaN end equal."""
     fault = Fault(LOSS, "nan", call=3)
     assert refine(*case.words, "--out", tmp_path / "whole", fault=fault).code == 0
     out = tmp_path / "out"
@@ -58,9 +58,7 @@ def test_a_run_at_lower_rates_goes_on_at_these_when_it_was_killed(case, tmp_path
 
 
 @pytest.mark.parametrize("action", ["exhaust-gpu", "exhaust-memory"])
-@pytest.mark.parametrize(
-    "target", ["cdc_plugin.core.losses:pseudo_label_loss", "cdc_plugin.training.refiner:Refiner.judge"]
-)
+@pytest.mark.parametrize("target", [LOSS, "cdc_plugin.training.refiner:Refiner.compute_targets"])
 def test_too_little_memory_is_one_line_that_names_smaller_batches(case, tmp_path, action, target):
     out = tmp_path / "out"
     line = assert_refused(refine(*case.words, "--out", out, fault=Fault(target, action, call=5, times=0)), "memory")

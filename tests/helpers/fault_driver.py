@@ -1,5 +1,6 @@
-"""Runs ``cdc-refine`` with one fault built in: at the k-th call of a function, the process is killed, the disk is full,
-a loss is NaN, and so on. As a script (``fault_driver.py FAULTS WORD...``) it can be started by ``torchrun``, too.
+"""Run ``cdc-refine`` with faults: at the k-th call of a function the process is killed, the disk is full, and so on.
+
+As a script (``fault_driver.py FAULTS WORD...``) it can be started by ``torchrun``, too.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where.
+    """What fails, and where.
 
     Args:
         target: ``module:function`` or ``module:Class.method``.
         do: name of an action below.
-        call: from which matching call on, counted from 1.
-        times: at how many calls; 0 for all that follow.
+        call: the first matching call that fails, counted from 1.
+        times: how many calls fail; 0 for all that follow.
         matching: text that must be found in the call's first two arguments.
-        after: the function does its work first.
-        rank: of several processes, the one that it happens to.
-        once: a file that is made when it happens; it does not happen again where that file is.
+        after: the function runs first.
+        rank: of several processes, the one that fails.
+        once: a file that the fault creates; if it exists, nothing fails.
         path: a file for actions that need one.
     """
 
@@ -69,7 +70,7 @@ def exhaust_gpu(fault: Fault) -> None:
 
 
 def exhaust_memory(fault: Fault) -> None:
-    # torch's words; the second line must not reach a user.
+    # torch's message; the second line must not reach a user.
     raise RuntimeError(
         "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 99999999999 bytes. Error code 12 (Cannot allocate memory)\nframe 0: c10::alloc_cpu"
@@ -96,8 +97,8 @@ def deny(fault: Fault) -> None:
 ACTIONS = (kill, terminate, terminate_twice, interrupt, fill_disk, deny, exhaust_gpu, exhaust_memory, delete)
 
 
-def spoilt(fault: Fault, work: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
-    """What the function gives, or leaves behind, where the fault happens."""
+def apply_fault(fault: Fault, work: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
+    """Call the function with the fault, and return its result if it survives."""
     if fault.do == "nan":
         return work(*arguments, **named) * float("nan")
     if fault.do.startswith("half-"):  # of the file that torch.save writes
@@ -112,8 +113,8 @@ def spoilt(fault: Fault, work: Callable[..., Any], arguments: tuple, named: dict
     return result if fault.after else work(*arguments, **named)
 
 
-def build_in(fault: Fault) -> None:
-    """Put a function with the fault in place of the target, wherever the package has imported it."""
+def install(fault: Fault) -> None:
+    """Replace the target by a function with the fault, wherever the package has imported it."""
     if fault.rank is not None and int(os.environ.get("RANK", "0")) != fault.rank:
         return
     home, _, name = fault.target.partition(":")
@@ -132,7 +133,7 @@ def build_in(fault: Fault) -> None:
             if due and not (fault.once and os.path.exists(fault.once)):
                 if fault.once:
                     Path(fault.once).touch()
-                return spoilt(fault, work, arguments, named)
+                return apply_fault(fault, work, arguments, named)
         return work(*arguments, **named)
 
     setattr(owner, name, faulty)
@@ -142,11 +143,11 @@ def build_in(fault: Fault) -> None:
 
 
 def run(words: list[str], faults: list[Fault]) -> None:
-    import cdc_plugin.pipeline  # noqa: F401  (everything that a run imports: the fault is built in everywhere)
+    import cdc_plugin.pipeline  # noqa: F401  (everything that a run imports, so that the fault reaches it)
     from cdc_plugin.cli.refine import refine_command
 
     for fault in faults:
-        build_in(fault)
+        install(fault)
     refine_command(words)
 
 

@@ -1,4 +1,4 @@
-"""Starts runs that something happens to, and compares what they leave with an undisturbed run."""
+"""Start runs in which something fails, and compare what they leave with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.helpers.fault_driver import Fault, run
 
 FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "predictions.csv", "report.json"}
 FILES |= {"report.html", "model.safetensors", "model.json"}
-EPOCHS, BATCHES, STEPS = 3, 3, 6  # batches an epoch, of two sub-batches each
+EPOCHS, BATCHES, STEPS = 3, 3, 6  # batches per epoch, of two sub-batches each
+TRAIN_BATCH = "cdc_plugin.training.refiner:Refiner.train_batch"
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--epochs", str(EPOCHS)]
 QUICK += ["--clusters", "5", "--device", "cpu", "augment.flip=false", "augment.crop_scale=0.8"]
 PATIENCE = 120.0  # seconds; a run takes two
@@ -50,7 +51,7 @@ def _child(words: list[str], faults: list[Fault], folder: str, limit: Callable[[
 
 @dataclass
 class Started:
-    """A run under way, in a process of its own."""
+    """A running process."""
 
     words: list[str]
     faults: list[Fault] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Started:
     def running(self) -> bool:
         return self.process.is_alive()
 
-    def tell(self, number: int) -> None:
+    def send(self, number: int) -> None:
         assert self.process.pid is not None
         if self.running():
             os.kill(self.process.pid, number)
@@ -85,10 +86,9 @@ class Started:
 
 
 def server() -> Any:
-    """Forks processes that have torch imported already: a run takes one second instead of five."""
+    """Return a context that forks processes with torch imported: a run takes one second instead of five."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    paths = [str(ROOT)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*paths, os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     context = multiprocessing.get_context("forkserver")
     package = ["cdc_plugin.pipeline", "cdc_plugin.report.run_page", "cdc_plugin.cli.refine"]
     context.set_forkserver_preload(["tests.helpers.fault_runs", *package, "timm", "scipy.optimize", "omegaconf"])
@@ -101,17 +101,17 @@ def refine(*words: object, fault: Fault | Sequence[Fault] = (), limit: Callable[
 
 
 def refine_until(ready: Callable[[], bool], number: int, *words: object, delay: float = 0.0) -> Ended:
-    """A run that gets a signal ``delay`` seconds after something is there."""
+    """Run and send a signal ``delay`` seconds after ``ready``."""
     started = Started([str(word) for word in words])
     while started.running() and not ready():
         time.sleep(0.002)
     time.sleep(delay)
-    started.tell(number)
+    started.send(number)
     return started.end()
 
 
 def assert_refused(ended: Ended, *words: str) -> str:
-    """The last line says what is wrong, nothing follows, and there is no traceback."""
+    """Check that the last line says what is wrong, without a traceback; return it."""
     assert ended.code == 2, ended
     assert "Traceback" not in ended.errors
     assert ended.last_line.startswith("cdc-refine: error: "), ended.errors
@@ -120,18 +120,18 @@ def assert_refused(ended: Ended, *words: str) -> str:
     return ended.last_line
 
 
-def epochs_in(folder: Path) -> int:
-    """Finished epochs, as a reader of metrics.jsonl sees them at any moment: every line must be whole."""
+def count_epochs(folder: Path) -> int:
+    """Return the number of finished epochs in metrics.jsonl, of which every line must be complete at any moment."""
     file = folder / "metrics.jsonl"
     return len([json.loads(line) for line in file.read_text().splitlines()]) if file.is_file() else 0
 
 
-def names_in(folder: Path) -> set[str]:
+def list_names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
 def resume(folder: Path, words: list[str], attempts: int = 3) -> Ended:
-    """Go on, as a script would that starts the run again until it is done; the folder alone is enough."""
+    """Resume as a script would that starts the run again until it is done; the folder alone is enough."""
     for _ in range(attempts):
         ended = refine("--resume", "--out", folder)
         if ended.code == 0:
@@ -144,21 +144,21 @@ def resume(folder: Path, words: list[str], attempts: int = 3) -> Ended:
 
 
 def assert_same_results(folder: Path, whole: Path) -> None:
-    """All that the two runs leave is equal, but for times."""
+    """Check that two runs have left equal files, except for times."""
     import torch
     from safetensors.torch import load_file
 
-    assert names_in(folder) == FILES == names_in(whole), names_in(folder) ^ FILES
+    assert list_names(folder) == FILES == list_names(whole), list_names(folder) ^ FILES
     ours, theirs = (load_file(path / "model.safetensors") for path in (folder, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), "weights differ"
     assert (folder / "predictions.csv").read_bytes() == (whole / "predictions.csv").read_bytes()
     for name in ("report.json", "metrics.jsonl"):
-        ours, theirs = (_timeless(path / name) for path in (folder, whole))
+        ours, theirs = (_read_without_times(path / name) for path in (folder, whole))
         assert ours == theirs, name
 
 
-def _timeless(file: Path) -> list[dict[str, Any]]:
+def _read_without_times(file: Path) -> list[dict[str, Any]]:
     text = file.read_text()
     records = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else [json.loads(text)]
     return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
