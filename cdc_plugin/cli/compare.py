@@ -20,7 +20,7 @@ from cdc_plugin.cli.refine import _guard, _log_to_terminal
 from cdc_plugin.errors import UserError
 
 if TYPE_CHECKING:
-    from cdc_plugin.comparison.datasets import SetOfImages
+    from cdc_plugin.comparison.datasets import DatasetRequest
     from cdc_plugin.comparison.request import TableRecipe
 
 DEFAULT_RECIPE = "tables/main"
@@ -173,9 +173,9 @@ def method_list() -> str:
     return "\n".join(lines)
 
 
-def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[SetOfImages]:
+def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetRequest]:
     """The sets of images, each with its backbone, as options or the recipe name them."""
-    from cdc_plugin.comparison.datasets import SetOfImages
+    from cdc_plugin.comparison.datasets import DatasetRequest
 
     flags: dict[str, Any] = {name: getattr(options, name) for name in ("format", "arch", "epochs", "device")}
     flags |= {
@@ -186,13 +186,13 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[SetOfImage
     outside = tuple(options.ood) or recipe.outside
     if options.full and not options.data:
         return [
-            SetOfImages(name, name, {**flags, "backbone": _pattern(options.backbone, name)}, words, outside)
+            DatasetRequest(name, name, {**flags, "backbone": _pattern(options.backbone, name)}, words, outside)
             for name in recipe.sets
         ]
     if options.demo:
         from cdc_plugin.config.recipes import demo_settings
 
-        return [SetOfImages("digits", "digits", {**demo_settings(), **_said(flags)}, words, outside)]
+        return [DatasetRequest("digits", "digits", {**demo_settings(), **_said(flags)}, words, outside)]
     missing = [name for name in ("backbone", "data") if not getattr(options, name)]
     if missing:
         raise UserError(f"missing --{', --'.join(missing)}; cdc-compare --help shows how a comparison is started")
@@ -205,7 +205,7 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[SetOfImage
     if len(set(names)) < count:
         raise UserError("--data names the same images twice")
     return [
-        SetOfImages(name, None, {**flags, "backbone": backbone, "data": data, "clusters": number}, words, outside)
+        DatasetRequest(name, None, {**flags, "backbone": backbone, "data": data, "clusters": number}, words, outside)
         for name, backbone, data, number in zip(names, backbones, options.data, clusters, strict=True)
     ]
 

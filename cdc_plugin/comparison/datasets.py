@@ -1,6 +1,6 @@
-"""One set of images with its backbone, opened once for all cells: features, common initial heads, cached views.
+"""Open one set of images with its backbone once for all cells: features, initial heads and cached views.
 
-All of it lies below ``shared`` in the result folder, so that every process and every restart finds it again.
+All of it lies below ``shared`` in the result folder, where every process and every restart finds it again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cdc_plugin.config.resolve import ResolvedConfig, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import OutputError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.models.initialise import InitialHeads
@@ -29,21 +29,21 @@ from cdc_plugin.training.prepare import Prepared, check_request, collect_facts, 
 from cdc_plugin.training.progress import show_progress
 from cdc_plugin.training.runtime import Runtime, choose_device
 
-# A grid is many runs: where the user says nothing, each has this share of the epochs that ``cdc-refine`` would take,
+# A grid is many runs: unless the user states the epochs, each has this share of those that ``cdc-refine`` would take,
 # but no fewer than the least it takes. On the digits CDC was as accurate after 17 epochs as after 28 (99.4 and 99.2 %,
-# seed 0); on 5,000 Fashion-MNIST images 6 epochs in place of 10 cost it 0.6 and 4.4 points (two seeds).
+# seed 0); on 5,000 Fashion-MNIST images 6 epochs instead of 10 cost it 0.6 and 4.4 points (two seeds).
 SHARE_OF_EPOCHS, LEAST_EPOCHS = 0.6, 10
 
 
 @dataclass(frozen=True)
-class SetOfImages:
-    """What a comparison is made on, as a user says it.
+class DatasetRequest:
+    """One set of images to compare methods on, as a user states it.
 
     Args:
         flags: of `RefineConfig`: backbone, data, clusters and the like.
-        overrides: ``key=value`` words, for all methods alike.
+        overrides: ``key=value`` words, for all methods.
         outside: images that belong to none of the clusters.
-        module, images: given as objects in place of ``backbone`` and ``data``.
+        module, images: objects instead of ``backbone`` and ``data``.
     """
 
     name: str
@@ -54,16 +54,16 @@ class SetOfImages:
     module: Any = None
     images: Any = None
 
-    def config(self, settings: tuple[str, ...] = ()) -> RefineConfig:
-        """The settings of a method on this set; those of the method come last."""
+    def build_config(self, settings: tuple[str, ...] = ()) -> RefineConfig:
+        """Return the settings of a method on this set; those of the method come last."""
         return configure(self.recipe, self.flags, [*self.overrides, *settings])
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedDataset:
     """A set that is ready for cells; ``folder`` holds what they share."""
 
-    asked: SetOfImages
+    request: DatasetRequest
     prepared: Prepared
     folder: Path
 
@@ -72,36 +72,31 @@ class Opened:
         """(N, D) of the plain views."""
         return self.prepared.features.map(lambda block: block)
 
-    def start(self, seed: int) -> tuple[InitialHeads, AugmentConfig]:
-        """Prototype heads and the augmentation that suits them: the same for every method with this seed."""
-        path = self.folder / f"start-seed{seed}.pt"
-        settings, device = self.prepared.settings, self.prepared.runtime.device
-        prepared = replace(self.prepared, settings=replace(settings, seed=seed, init="prototypes"))
-        stored = _stored(path, lambda: _packed(*initialise(prepared)))
+    def load_start(self, seed: int) -> tuple[InitialHeads, AugmentConfig]:
+        """Return prototype heads and the augmentation that suits them: the same for every method with this seed."""
+        path, device = self.folder / f"start-seed{seed}.pt", self.prepared.runtime.device
+        prepared = replace(self.prepared, settings=replace(self.prepared.settings, seed=seed, init="prototypes"))
+        stored = _load_or_compute(path, lambda: _pack_start(*initialise(prepared)))
         heads = [build_head(stored["spec"], self.prepared.backbone.feature_dim, str(path)) for _ in range(2)]
         for head, state in zip(heads, (stored["clustering"], stored["calibration"]), strict=True):
             head.load_state_dict(state)
-        moved = [head.to(device).eval() for head in heads]
-        return InitialHeads(moved[0], moved[1], stored["partition"].to(device)), AugmentConfig(**stored["augment"])
+            head.to(device).eval()
+        return InitialHeads(heads[0], heads[1], stored["partition"].to(device)), AugmentConfig(**stored["augment"])
 
-    def views(self, settings: ResolvedConfig) -> Tensor:
-        """Features of the views of a frozen backbone, the same for every method with this seed."""
-        path, prepared = self.folder / f"views-seed{settings.seed}.pt", self.prepared
-
-        def compute() -> dict[str, Any]:
-            return {
-                "rows": torch.cat(list(view_features(settings, prepared.backbone, prepared.images, prepared.runtime)))
-            }
-
-        return _stored(path, compute)["rows"]
-
-    def frozen_views_config(self, seed: int, augment: AugmentConfig) -> ResolvedConfig:
-        return replace(self.prepared.settings, seed=seed, augment=augment)
-
-    def resolved(self, settings: list[str], seed: int, head_clusters: tuple[int, ...]) -> ResolvedConfig:
-        """A method's config with every number in its place."""
+    def load_views(self, seed: int, augment: AugmentConfig) -> Tensor:
+        """Return features of the views of a frozen backbone: the same for every method with this seed."""
         prepared = self.prepared
-        request = replace(self.asked.config(tuple(settings)), clusters=prepared.settings.clusters, seed=seed)
+        settings = replace(prepared.settings, seed=seed, augment=augment)
+
+        def compute() -> dict[str, Tensor]:
+            return {"rows": torch.cat([*view_features(settings, prepared.backbone, prepared.images, prepared.runtime)])}
+
+        return _load_or_compute(self.folder / f"views-seed{seed}.pt", compute)["rows"]
+
+    def resolve_settings(self, settings: list[str], seed: int, head_clusters: tuple[int, ...]) -> ResolvedConfig:
+        """Return the resolved config of a method."""
+        prepared = self.prepared
+        request = replace(self.request.build_config(tuple(settings)), clusters=prepared.settings.clusters, seed=seed)
         facts = collect_facts(request, prepared.loaded, prepared.backbone, len(prepared.images))
         facts = replace(facts, head_clusters=head_clusters)
         resolved = resolve(request, facts)
@@ -111,23 +106,23 @@ class Opened:
         return resolved
 
 
-def open_set(asked: SetOfImages, folder: Path) -> Opened:
-    """Open checkpoint and images; features are read from ``folder`` where an earlier process left them."""
-    config = asked.config()
+def open_dataset(request: DatasetRequest, folder: Path) -> OpenedDataset:
+    """Open checkpoint and images; read features from ``folder`` if an earlier process left them there."""
+    config = request.build_config()
     check_request(config, resume=False)
     folder.mkdir(parents=True, exist_ok=True)
 
     def extract(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
-        path = folder / f"features-{fingerprint(backbone, images)[:16]}.pt"
-        found = _stored(path, lambda: {"all": extract_features(backbone, images, runtime)})
-        return Features(found["all"], len(images))
+        path = folder / f"features-{hash_inputs(backbone, images)[:16]}.pt"
+        stored = _load_or_compute(path, lambda: {"all": extract_features(backbone, images, runtime)})
+        return Features(stored["all"], len(images))
 
     runtime = Runtime(choose_device(config.device), config.precision, progress=show_progress)
-    return Opened(asked, prepare(config, asked.module, asked.images, runtime, extract), folder)
+    return OpenedDataset(request, prepare(config, request.module, request.images, runtime, extract), folder)
 
 
-def fingerprint(backbone: Backbone, images: ImageSet) -> str:
-    """Of all that features depend on: weights, input convention and images."""
+def hash_inputs(backbone: Backbone, images: ImageSet) -> str:
+    """Return a digest of all that features depend on: weights, input convention and images."""
     digest = hashlib.sha256(f"{images.digest} {backbone.input_size}".encode())
     for name, tensor in [*backbone.state_dict().items(), ("mean", backbone.mean), ("std", backbone.std)]:
         digest.update(name.encode())
@@ -135,7 +130,7 @@ def fingerprint(backbone: Backbone, images: ImageSet) -> str:
     return digest.hexdigest()
 
 
-def _packed(heads: InitialHeads, settings: ResolvedConfig) -> dict[str, Any]:
+def _pack_start(heads: InitialHeads, settings: ResolvedConfig) -> dict[str, Any]:
     return {
         "spec": heads.clustering.spec,
         "clustering": heads.clustering.state_dict(),
@@ -145,12 +140,12 @@ def _packed(heads: InitialHeads, settings: ResolvedConfig) -> dict[str, Any]:
     }
 
 
-def _stored(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``path`` holds, computed and written whole if it is not there."""
+def _load_or_compute(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of ``path``; if the file does not exist, compute and write it first."""
     if not path.is_file():
-        found = compute()
-        write_atomically(path, lambda temporary: torch.save(found, temporary))
+        content = compute()
+        write_atomically(path, lambda temporary: torch.save(content, temporary))
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise UserError(f"{path} cannot be read; remove it, it is computed again") from error
+        raise OutputError(f"{path} cannot be read; remove it, and it is computed again") from error

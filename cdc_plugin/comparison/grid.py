@@ -1,4 +1,4 @@
-"""All cells of a comparison: in order, side by side where cores permit, and never twice."""
+"""Run all cells of a comparison: in order, in parallel if asked for, and never twice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from cdc_plugin.comparison.cell import Cell, cell_of, read_record, run_cell, slug
-from cdc_plugin.comparison.datasets import Opened, SetOfImages, open_set
+from cdc_plugin.comparison.cell import Cell, build_cell, read_record, run_cell, slugify
+from cdc_plugin.comparison.datasets import DatasetRequest, OpenedDataset, open_dataset
 from cdc_plugin.comparison.methods import Method, find_method
 from cdc_plugin.data.images import open_images
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import OutputError, UserError, option
 from cdc_plugin.training.progress import log
 
 SHARED = "shared"
@@ -31,11 +31,11 @@ class Grid:
     """Sets x methods x seeds.
 
     Args:
-        jobs: processes side by side; 1 runs the cells in this one.
-        keep_models: leave the model of every cell, not only while another goes on with it.
+        jobs: parallel processes; 1 runs the cells in this one.
+        keep_models: keep the model of every cell, not only until another has continued it.
     """
 
-    sets: tuple[SetOfImages, ...]
+    sets: tuple[DatasetRequest, ...]
     methods: tuple[Method, ...]
     seeds: tuple[int, ...]
     folder: Path
@@ -43,66 +43,64 @@ class Grid:
     keep_models: bool = False
 
     def cells(self) -> list[Cell]:
-        """In the order they are run: seed by seed, so that an early table has every method in it."""
+        """Return the cells in the order they run: seed by seed, so that an early table has every method in it."""
         return [
-            cell_of(self.folder, asked.name, method, seed)
-            for asked in self.sets
+            build_cell(self.folder, request.name, method, seed)
+            for request in self.sets
             for seed in self.seeds
             for method in self.methods
         ]
 
-    def asked(self, cell: Cell) -> SetOfImages:
-        return next(asked for asked in self.sets if asked.name == cell.set)
-
-    def earlier(self, cell: Cell) -> Cell | None:
-        """The cell whose model this one goes on with."""
+    def find_earlier(self, cell: Cell) -> Cell | None:
+        """Return the cell whose model this one continues."""
         if cell.method.after is None:
             return None
-        return cell_of(self.folder, cell.set, find_method(cell.method.after), cell.seed)
+        return build_cell(self.folder, cell.set, find_method(cell.method.after), cell.seed)
 
 
-def with_first_stages(methods: list[Method]) -> list[Method]:
-    """Each method once and in order, with the one that it goes on with before it."""
-    found: dict[str, Method] = {}
+def add_first_stages(methods: list[Method]) -> list[Method]:
+    """Return each method once and in order, preceded by the one that it continues."""
+    ordered: dict[str, Method] = {}
     for method in methods:
         if method.after is not None:
-            for first in with_first_stages([find_method(method.after)]):
-                found.setdefault(first.name, first)
-        found.setdefault(method.name, method)
-    return list(found.values())
+            for first in add_first_stages([find_method(method.after)]):
+                ordered.setdefault(first.name, first)
+        ordered.setdefault(method.name, method)
+    return list(ordered.values())
 
 
 def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str | None], None]) -> None:
-    """Run what is not finished yet. ``after_cell`` gets each cell with its record, or with why it failed.
+    """Run what is not finished yet. ``after_cell`` gets each cell with its record, or with the reason it failed.
 
-    A cell that fails does not end the grid; those that go on with it fail with it.
+    A cell that fails does not end the grid; those that continue it fail too.
     """
     _memory.clear()
-    waiting = [cell for cell in grid.cells() if not _finished(grid, cell)]
-    for asked in grid.sets:
-        if any(cell.set == asked.name for cell in waiting):
-            opened = _open_for_all(grid, asked, waiting)
+    waiting = [cell for cell in grid.cells() if not _is_finished(grid, cell)]
+    for request in grid.sets:
+        if any(cell.set == request.name for cell in waiting):
+            opened = _prepare_shared(grid, request, waiting)
             if opened.prepared.images.labels is None:
-                waiting = _without_references(asked.name, waiting)
+                waiting = _drop_references(request.name, waiting)
     failed: set[Path] = set()
-    for cell, reason in _in_turn(grid, waiting, failed) if grid.jobs <= 1 else _side_by_side(grid, waiting, failed):
+    run = _run_in_turn if grid.jobs <= 1 else _run_in_parallel
+    for cell, reason in run(grid, waiting, failed):
         if reason is not None:
             failed.add(cell.path)
         after_cell(cell, read_record(cell), reason)
     if not failed:
-        _tidy_up(grid)
+        _remove_intermediate_files(grid)
 
 
-def _finished(grid: Grid, cell: Cell) -> bool:
-    """Whether there is nothing to do: its record is there, and its model where somebody waits for that."""
+def _is_finished(grid: Grid, cell: Cell) -> bool:
+    """Return whether its record exists, and its model if an unfinished cell continues it."""
     if read_record(cell) is None:
         return False
     later = [c for c in grid.cells() if c.method.after == cell.method.name and (c.set, c.seed) == (cell.set, cell.seed)]
     return cell.model.is_dir() or all(read_record(c) is not None for c in later)
 
 
-def _without_references(name: str, waiting: list[Cell]) -> list[Cell]:
-    """The cells that need no labels, of a set that has none."""
+def _drop_references(name: str, waiting: list[Cell]) -> list[Cell]:
+    """Return the cells without those that need the labels that a set does not have."""
     left_out = [cell for cell in waiting if cell.set == name and cell.method.uses_labels]
     if left_out:
         methods = ", ".join(dict.fromkeys(cell.method.name for cell in left_out))
@@ -110,58 +108,59 @@ def _without_references(name: str, waiting: list[Cell]) -> list[Cell]:
     return [cell for cell in waiting if cell not in left_out]
 
 
-def _open_for_all(grid: Grid, asked: SetOfImages, waiting: list[Cell]) -> Opened:
+def _prepare_shared(grid: Grid, request: DatasetRequest, waiting: list[Cell]) -> OpenedDataset:
     """Compute what the cells of a set share before any process needs it: features and initial heads."""
-    log.info("%s: features and initial heads, common to all methods", asked.name)
-    opened = _opened(grid.folder, asked)
-    for source in asked.outside:  # a mistyped name is told now, not after hours
+    log.info("%s: features and initial heads, common to all methods", request.name)
+    opened = _open_cached(grid.folder, request)
+    for source in request.outside:  # a mistyped name fails now, not after hours
         open_images(
             source, opened.prepared.backbone.input_size, labels=False, root=opened.prepared.settings.data_root, limit=1
         )
-    for seed in sorted({cell.seed for cell in waiting if cell.set == asked.name}):
-        _, augment = opened.start(seed)
+    for seed in sorted({cell.seed for cell in waiting if cell.set == request.name}):
+        _, augment = opened.load_start(seed)
         if opened.prepared.settings.freeze_backbone:
-            opened.views(opened.frozen_views_config(seed, augment))
+            opened.load_views(seed, augment)
     return opened
 
 
-_memory: dict[tuple[Path, str], Opened] = {}
+_memory: dict[tuple[Path, str], OpenedDataset] = {}
 
 
-def _opened(folder: Path, asked: SetOfImages) -> Opened:
-    """The set as this process has opened it; one is kept at a time."""
-    key = (folder, asked.name)
+def _open_cached(folder: Path, request: DatasetRequest) -> OpenedDataset:
+    """Return the set as this process has opened it; one is kept at a time."""
+    key = (folder, request.name)
     if key not in _memory:
         _memory.clear()
-        _memory[key] = open_set(asked, folder / SHARED / slug(asked.name))
+        _memory[key] = open_dataset(request, folder / SHARED / slugify(request.name))
     return _memory[key]
 
 
-def _work(folder: Path, asked: SetOfImages, cell: Cell, earlier: Cell | None, keep_model: bool) -> str | None:
-    """Run one cell; returns why it failed, if it did for a reason that a user can mend."""
+def _try_cell(folder: Path, request: DatasetRequest, cell: Cell, earlier: Cell | None, keep_model: bool) -> str | None:
+    """Run one cell; return why it failed, if for a reason that a user can fix."""
     try:
-        run_cell(cell, _opened(folder, asked), earlier, keep_model)
+        run_cell(cell, _open_cached(folder, request), earlier, keep_model)
     except UserError as error:
         return str(error)
     return None
 
 
-def _arguments(grid: Grid, cell: Cell) -> tuple[Path, SetOfImages, Cell, Cell | None, bool]:
+def _build_arguments(grid: Grid, cell: Cell) -> tuple[Path, DatasetRequest, Cell, Cell | None, bool]:
+    request = next(request for request in grid.sets if request.name == cell.set)
     needed = any(later.after == cell.method.name for later in grid.methods)
-    return grid.folder, grid.asked(cell), cell, grid.earlier(cell), grid.keep_models or needed
+    return grid.folder, request, cell, grid.find_earlier(cell), grid.keep_models or needed
 
 
-def _in_turn(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
+def _run_in_turn(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
     for cell in waiting:
-        earlier = grid.earlier(cell)
+        earlier = grid.find_earlier(cell)
         if earlier is not None and earlier.path in failed:
-            yield cell, f"{earlier.method.name} failed, which it goes on with"
+            yield cell, f"{earlier.method.name}, which it continues, failed"
         else:
-            yield cell, _work(*_arguments(grid, cell))
+            yield cell, _try_cell(*_build_arguments(grid, cell))
 
 
-def _side_by_side(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
-    """Cells in processes of their own, each as soon as the one it goes on with is done."""
+def _run_in_parallel(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
+    """Run cells in separate processes, each as soon as the one it continues is done."""
     threads = max(1, (os.cpu_count() or 1) // grid.jobs)
     todo, running = list(waiting), dict[Future[str | None], Cell]()
     context = multiprocessing.get_context("spawn")
@@ -170,23 +169,23 @@ def _side_by_side(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterato
             while todo or running:
                 busy = {cell.path for cell in [*todo, *running.values()]}
                 for cell in list(todo):
-                    earlier = grid.earlier(cell)
+                    earlier = grid.find_earlier(cell)
                     if earlier is not None and earlier.path in failed:
                         todo.remove(cell)
-                        yield cell, f"{earlier.method.name} failed, which it goes on with"
+                        yield cell, f"{earlier.method.name}, which it continues, failed"
                     elif len(running) < grid.jobs and (earlier is None or earlier.path not in busy):
                         todo.remove(cell)
-                        running[pool.submit(_work, *_arguments(grid, cell))] = cell
+                        running[pool.submit(_try_cell, *_build_arguments(grid, cell))] = cell
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
             names = ", ".join(f"{cell.method.name} (seed {cell.seed})" for cell in running.values())
-            raise UserError(
+            raise OutputError(
                 f"a process was killed while running {names or 'a cell'} (out of memory?); finished cells are kept: "
-                f"run the same command again with --jobs {max(1, grid.jobs - 1)}"
+                f"run it again with {option('jobs', max(1, grid.jobs - 1))}"
             ) from error
         except BaseException:
-            # Nobody waits for cells that are under way when the user has had enough.
+            # The user has interrupted: do not wait for running cells.
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
@@ -194,19 +193,19 @@ def _side_by_side(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterato
 
 def _begin_worker(threads: int) -> None:
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
 
-    def follow_the_first_process() -> None:
+    def exit_with_parent() -> None:
         parent = multiprocessing.parent_process()
         if parent is not None:
             parent.join()
             os._exit(1)
 
-    threading.Thread(target=follow_the_first_process, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _tidy_up(grid: Grid) -> None:
-    """Take away what was kept for later cells only: models, and cached views, which can be large."""
+def _remove_intermediate_files(grid: Grid) -> None:
+    """Remove what was kept for later cells only: models, and cached views, which can be large."""
     for path in (grid.folder / SHARED).glob("*/views-seed*.pt"):
         path.unlink(missing_ok=True)
     if not grid.keep_models:

@@ -1,4 +1,4 @@
-"""A comparison from what was asked to tables and a page: read `run_comparison` first."""
+"""Run a comparison from the request to tables and a page: read `run_comparison` first."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from torch import nn
 
 from cdc_plugin.comparison.cell import Cell, read_record
-from cdc_plugin.comparison.datasets import SetOfImages
+from cdc_plugin.comparison.datasets import DatasetRequest
 from cdc_plugin.comparison.export import records_csv, to_csv, to_latex, to_markdown
-from cdc_plugin.comparison.grid import Grid, run_grid, with_first_stages
+from cdc_plugin.comparison.grid import Grid, add_first_stages, run_grid
 from cdc_plugin.comparison.methods import Method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds
 from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import judge_rows
-from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import UserError
+from cdc_plugin.data.atomic import write_text
+from cdc_plugin.errors import ConfigError, OutputError, option
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, comparison_record
 from cdc_plugin.report.grid_page import write_grid
 from cdc_plugin.training.progress import CellProgress, log, log_to
@@ -30,8 +30,8 @@ from cdc_plugin.training.runtime import choose_device
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The outcome of a comparison: rows of the table, sentences on them, cells that failed and why."""
+class MethodComparison:
+    """The result of a comparison: rows of the table, sentences on them, cells that failed and why."""
 
     rows: list[Row]
     verdicts: list[str]
@@ -51,16 +51,16 @@ def compare_methods(
     jobs: int = 1,
     overwrite: bool = False,
     **overrides: Any,
-) -> Compared:
-    """Run methods side by side on your own images and checkpoint, without labels but for the report.
+) -> MethodComparison:
+    """Run methods side by side on your own images and checkpoint; labels, if any, are used for the report only.
 
     Args:
         backbone, data, clusters: as for `cdc_plugin.refine`.
-        methods: names as ``cdc-compare --list-methods`` gives them, in a list or separated by commas.
+        methods: names as ``cdc-compare --list-methods`` prints them, in a list or separated by commas.
         seeds: how many, or which.
-        out: result folder; the same call goes on with what is in it.
+        out: result folder; the same call resumes what is in it.
         outside: images that belong to none of the clusters.
-        overrides: any field of `RefineConfig`, for all methods alike.
+        overrides: any field of `RefineConfig`, for all methods.
     """
     module = backbone if isinstance(backbone, nn.Module) else None
     images = None if isinstance(data, (str, Path)) else data
@@ -71,14 +71,14 @@ def compare_methods(
         "clusters": clusters,
     }
     name = Path(str(data)).stem if images is None else "images"
-    asked = SetOfImages(name, flags=flags, outside=tuple(outside), module=module, images=images)
+    request = DatasetRequest(name, flags=flags, outside=tuple(outside), module=module, images=images)
     chosen = parse_seeds(str(seeds)) if isinstance(seeds, int) else tuple(seeds)
     names = [methods] if isinstance(methods, str) else list(methods)
-    return run_comparison([asked], parse_methods(names), chosen, out, jobs=jobs, overwrite=overwrite)
+    return run_comparison([request], parse_methods(names), chosen, out, jobs=jobs, overwrite=overwrite)
 
 
 def run_comparison(
-    sets: Sequence[SetOfImages],
+    sets: Sequence[DatasetRequest],
     methods: Sequence[Method],
     seeds: Sequence[int],
     out: str | Path | None,
@@ -89,32 +89,32 @@ def run_comparison(
     title: str = "",
     columns: Sequence[str] = (),
     command: str | None = None,
-) -> Compared:
+) -> MethodComparison:
     """Check everything, run the cells that are not finished yet, write tables and page."""
-    every = with_first_stages(list(methods))
-    configs = [asked.config() for asked in sets]
+    stages = add_first_stages(list(methods))
+    configs = [request.build_config() for request in sets]
     for config in configs:
-        if any(method.uses_labels for method in every) and not config.labels:
-            names = ", ".join(method.name for method in every if method.uses_labels)
-            raise UserError(f"{names} need labels, which --no-labels ignores; leave one of both out")
+        if any(method.uses_labels for method in stages) and not config.labels:
+            names = ", ".join(method.name for method in stages if method.uses_labels)
+            raise ConfigError(f"{names} need labels, but labels are ignored; omit these methods or allow labels")
     with comparison_folder(out, f"compare-{sets[0].name}", overwrite) as folder:
-        _settle(folder, sets, overwrite)
-        grid = Grid(tuple(sets), tuple(every), tuple(seeds), folder, 1, keep_models)
-        grid = replace(grid, jobs=jobs or default_jobs(configs[0].device, len(grid.cells())))
+        _record_request(folder, sets, overwrite)
+        grid = Grid(tuple(sets), tuple(stages), tuple(seeds), folder, 1, keep_models)
+        grid = replace(grid, jobs=jobs or choose_jobs(configs[0].device, len(grid.cells())))
         with log_to(folder / LOG):
-            failures = _run(grid)
+            failures = _run_cells(grid)
         return write_results(grid, failures, title, columns, command)
 
 
-def default_jobs(device: str, cells: int) -> int:
-    """A process for every core where the CPU computes; one where a GPU does, which they would share."""
+def choose_jobs(device: str, cells: int) -> int:
+    """Return one process per core on a CPU, and one on a GPU, which they would share."""
     return min(cells, os.cpu_count() or 1) if choose_device(device).type == "cpu" else 1
 
 
 def write_results(
     grid: Grid, failures: dict[str, str], title: str, columns: Sequence[str], command: str | None
-) -> Compared:
-    """Tables and page of all cells that are finished."""
+) -> MethodComparison:
+    """Write tables and page of all finished cells."""
     records = [record for cell in grid.cells() if (record := read_record(cell)) is not None]
     rows = collect(records, [method.name for method in grid.methods])
     verdicts = judge_rows(rows)
@@ -127,21 +127,22 @@ def write_results(
         REPORT: json.dumps(comparison_record(rows, verdicts, failures)) + "\n",
     }
     for name, content in text.items():
-        write_atomically(grid.folder / name, lambda path, content=content: path.write_text(content, encoding="utf-8"))  # type: ignore[misc]
+        write_text(grid.folder / name, content)
+    names = ", ".join(request.name for request in grid.sets)
     facts = [
-        ("sets", ", ".join(asked.name for asked in grid.sets)),
+        ("sets", names),
         ("methods", str(len(grid.methods))),
         ("seeds", ", ".join(map(str, grid.seeds))),
         ("finished cells", f"{len(records)} of {len(grid.cells())}"),
         *((f"failed: {name}", reason) for name, reason in failures.items()),
     ]
-    heading = title or f"{len(grid.methods)} methods on {', '.join(asked.name for asked in grid.sets)}"
+    heading = title or f"{len(grid.methods)} methods on {names}"
     settings = (grid.folder / COMPARISON).read_text(encoding="utf-8")
     write_grid(grid.folder / PAGE, heading, facts, rows, verdicts, settings, command)
-    return Compared(rows, verdicts, failures, grid.folder)
+    return MethodComparison(rows, verdicts, failures, grid.folder)
 
 
-def _run(grid: Grid) -> dict[str, str]:
+def _run_cells(grid: Grid) -> dict[str, str]:
     failures: dict[str, str] = {}
     cells = grid.cells()
     finished = sum(read_record(cell) is not None for cell in cells)
@@ -164,32 +165,31 @@ def _run(grid: Grid) -> dict[str, str]:
     return failures
 
 
-def _settle(folder: Path, sets: Sequence[SetOfImages], overwrite: bool) -> None:
-    """Note what the comparison is made on; refuse to mix cells of different settings in one table."""
+def _record_request(folder: Path, sets: Sequence[DatasetRequest], overwrite: bool) -> None:
+    """Write what the comparison runs on; refuse to mix cells of different settings in one table."""
     path = folder / COMPARISON
-    asked = {
-        each.name: {
-            "name": each.name,
-            "recipe": each.recipe,
-            **{key: value for key, value in sorted(each.flags.items()) if value is not None and key != "device"},
-            "settings": list(each.overrides),
-            "outside": list(each.outside),
+    records = {
+        request.name: {
+            "name": request.name,
+            "recipe": request.recipe,
+            **{key: value for key, value in sorted(request.flags.items()) if value is not None and key != "device"},
+            "settings": list(request.overrides),
+            "outside": list(request.outside),
         }
-        for each in sets
+        for request in sets
     }
     if overwrite:
         for name in ("cells", "shared"):
             shutil.rmtree(folder / name, ignore_errors=True)
     elif path.is_file():
-        before = {said["name"]: said for said in json.loads(path.read_text(encoding="utf-8"))["sets"]}
-        for name, said in asked.items():
-            if name in before and before[name] != said:
-                keys = [key for key in {**said, **before[name]} if said.get(key) != before[name].get(key)]
-                raise UserError(
-                    f"{folder} was begun with other settings for {name} ({', '.join(keys)}); give another --out, or "
-                    "--overwrite to start anew"
+        earlier = {record["name"]: record for record in json.loads(path.read_text(encoding="utf-8"))["sets"]}
+        for name in records.keys() & earlier.keys():
+            before, now = earlier[name], records[name]
+            if differing := [key for key in {**now, **before} if now.get(key) != before.get(key)]:
+                raise OutputError(
+                    f"{folder} was started with other settings for {name} ({', '.join(differing)}); choose another "
+                    f"folder by {option('out', '...')}, or pass {option('overwrite')}"
                 )
-        asked = {**before, **asked}
-    record = {"schema_version": SCHEMA_VERSION, "kind": "comparison_settings", "sets": list(asked.values())}
-    text = json.dumps(record, indent=2, default=str) + "\n"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        records = {**earlier, **records}
+    content = {"schema_version": SCHEMA_VERSION, "kind": "comparison_settings", "sets": list(records.values())}
+    write_text(path, json.dumps(content, indent=2, default=str) + "\n")

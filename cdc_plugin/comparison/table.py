@@ -16,22 +16,20 @@ OUTSIDE = ("AUROC", "FPR95")
 
 
 def collect(records: Sequence[Record], order: Sequence[str]) -> list[Row]:
-    """Return one row for sources head of sources method on sources set.
+    """Return one row for every head of every method on every set.
 
     Sets and the heads of a method keep the order of the records, methods that of ``order`` (others last). Seeds that
     failed or are missing are not counted.
     """
     names = name_outside_data(records)
-    methods = dict.fromkeys([*order, *(record["method"] for record in records)])
-    rows = []
-    for name in dict.fromkeys(record["set"] for record in records):
-        for method in methods:
-            cells = [record for record in records if (record["set"], record["method"]) == (name, method)]
-            for label in dict.fromkeys(row["label"] for cell in cells for row in cell["rows"]):
-                rows.append(
-                    _build_row([cell for cell in cells if _find_figures(cell, label) is not None], label, names)
-                )
-    return rows
+    cells: dict[tuple[str, str, str], list[Record]] = {}
+    for record in records:
+        for row in record["rows"]:
+            cells.setdefault((record["set"], record["method"], row["label"]), []).append(record)
+    sets = list(dict.fromkeys(record["set"] for record in records))
+    methods = list(dict.fromkeys([*order, *(record["method"] for record in records)]))
+    keys = sorted(cells, key=lambda key: (sets.index(key[0]), methods.index(key[1])))
+    return [_build_row(cells[key], key[2], names) for key in keys]
 
 
 def summarise(values: Iterable[Any]) -> Value | None:
@@ -49,33 +47,32 @@ def summarise(values: Iterable[Any]) -> Value | None:
 
 def name_outside_data(records: Sequence[Record]) -> dict[str, str]:
     """Return short names of outside data: ``textures`` for ``sets/textures.npz``, the path where two would clash."""
-    sources = dict.fromkeys(entry["data"] for record in records for entry in record.get("outside") or [])
-    names = {data: _shorten_path(data) for data in sources}
-    return {data: short if [*names.values()].count(short) == 1 else data for data, short in names.items()}
+    rows = [row for record in records for row in record["rows"]]
+    names = {entry["data"]: _shorten_path(entry["data"]) for row in rows for entry in row.get("outside", [])}
+    return {data: name if [*names.values()].count(name) == 1 else data for data, name in names.items()}
 
 
 def collect_figures(record: Record, label: str, names: dict[str, str], scores: Sequence[str]) -> dict[str, Any]:
     """Return every number of one row of one cell, by the name of its column; ``scores`` of outside data come last."""
-    figures = _find_figures(record, label) or {}
+    row = _find_row(record, label)
+    figures = row["figures"]
     numbers = {key: value for key, value in figures.items() if value is None or isinstance(value, int | float)}
-    sizes = figures.get("cluster_sizes")
-    if sizes:
+    if sizes := figures.get("cluster_sizes"):
         numbers[LARGEST] = max(sizes) / max(sum(sizes), 1)
         numbers[EMPTY] = sum(size == 0 for size in sizes)
     numbers |= {SELECTED: record.get("selected"), SECONDS: record.get("seconds")}
-    for entry in record.get("outside") or []:
-        measured = entry["scores"].get(label) or {}
-        numbers |= {f"{score} {names[entry['data']]}": measured.get(score) for score in scores}
+    for entry in row.get("outside", []):
+        numbers |= {f"{score} {names[entry['data']]}": entry["scores"].get(score) for score in scores}
     return numbers
 
 
 def _build_row(cells: Sequence[Record], label: str, names: dict[str, str]) -> Row:
-    first = cells[0]
+    first, rows = cells[0], [_find_row(cell, label) for cell in cells]
     numbers = [collect_figures(cell, label, names, OUTSIDE) for cell in cells]
-    present = dict.fromkeys(entry["data"] for cell in cells for entry in cell.get("outside") or [])
+    outside = dict.fromkeys(names[entry["data"]] for row in rows for entry in row.get("outside", []))
     columns = [
         *(WITH_LABELS if first["labels"] else WITHOUT_LABELS),
-        *(f"{score} {names[data]}" for data in present for score in OUTSIDE),
+        *(f"{score} {name}" for name in outside for score in OUTSIDE),
     ]
     return Row(
         set=first["set"],
@@ -85,12 +82,12 @@ def _build_row(cells: Sequence[Record], label: str, names: dict[str, str]) -> Ro
         uses_labels=first["uses_labels"],
         seeds=len(cells),
         values={column: summarise(cell.get(column) for cell in numbers) for column in columns},
-        figures=[_find_figures(cell, label) or {} for cell in cells],
+        figures=[row["figures"] for row in rows],
     )
 
 
-def _find_figures(record: Record, label: str) -> dict[str, Any] | None:
-    return next((row["figures"] for row in record["rows"] if row["label"] == label), None)
+def _find_row(record: Record, label: str) -> dict[str, Any]:
+    return next(row for row in record["rows"] if row["label"] == label)
 
 
 def _shorten_path(data: str) -> str:

@@ -54,3 +54,8 @@ def _clear_disk_errors(path: Path) -> Iterator[None]:
                 "and run again, cdc-refine and cdc-pretrain with --resume"
             ) from error
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdc_plugin.comparison.grid import with_first_stages
+from cdc_plugin.comparison.grid import add_first_stages
 from cdc_plugin.comparison.methods import ALIASES, METHODS, check_settings, find_method, replace_shares
 from cdc_plugin.comparison.train import TRAININGS
 from cdc_plugin.config.load import load_config
@@ -36,7 +36,7 @@ def test_cdc_after_an_opponent_keeps_its_head():
 
 
 def test_what_a_method_continues_comes_before_it_and_once():
-    names = [m.name for m in with_first_stages([find_method(n) for n in ("scan3+cdc", "kmeans", "scan3", "kmeans")])]
+    names = [m.name for m in add_first_stages([find_method(n) for n in ("scan3+cdc", "kmeans", "scan3", "kmeans")])]
     assert names == ["scan2", "scan3", "scan3+cdc", "kmeans"]
 
 

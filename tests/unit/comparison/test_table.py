@@ -14,7 +14,7 @@ def record(method: str, seed: int = 0, set_: str = "digits", **more: Any) -> dic
     figures = {"ACC": 0.9, "NMI": 0.8, "ARI": 0.7, "ECE": 0.1, "AUROC": 0.9, "AURC": 0.02, "FPR95": 0.3, "CONF": 0.95}
     facts = {"set": set_, "method": method, "group": "opponents", "uses_labels": False, "seed": seed, "labels": True}
     rows = [{"label": method.upper(), "figures": figures}]
-    return {**facts, "rows": rows, "selected": None, "seconds": 41.0, "outside": [], **more}
+    return {**facts, "rows": rows, "selected": None, "seconds": 41.0, **more}
 
 
 def with_accuracy(method: str, seed: int, accuracy: float | None) -> dict[str, Any]:
@@ -72,19 +72,22 @@ def test_without_labels_confidence_and_sizes_remain():
     assert row.values["empty_clusters"] == Value(2.0, None, 1)
 
 
+def with_outside(*sources: str) -> dict[str, Any]:
+    scores = {"AUROC": 0.75, "FPR95": None, "AUPR": 0.6}
+    outside = [{"data": data, "images": 5, "scores": scores} for data in sources]
+    return record("a", rows=[{"label": "A", "figures": {}, "outside": outside}])
+
+
 def test_outside_data_add_columns_under_short_names():
-    scores = {"A": {"AUROC": 0.75, "FPR95": 0.5, "AUPR": 0.6}}
-    outside = [{"data": data, "images": 5, "scores": scores} for data in ("sets/textures.npz", "holiday.photos")]
-    (row,) = collect([record("a", outside=outside)], ["a"])
+    (row,) = collect([with_outside("sets/textures.npz", "holiday.photos")], ["a"])
     assert list(row.values)[-4:] == ["AUROC textures", "FPR95 textures", "AUROC holiday.photos", "FPR95 holiday.photos"]
     assert row.values["AUROC textures"] == Value(0.75, None, 1)
+    assert row.values["FPR95 textures"] is None
 
 
 def test_outside_data_of_the_same_name_keep_their_paths():
-    outside = [{"data": data, "images": 5, "scores": {"A": {"AUROC": 0.7}}} for data in ("one/x.npz", "two/x.npz")]
-    (row,) = collect([record("a", outside=outside)], ["a"])
+    (row,) = collect([with_outside("one/x.npz", "two/x.npz")], ["a"])
     assert {"AUROC one/x.npz", "AUROC two/x.npz"} < set(row.values)
-    assert row.values["FPR95 one/x.npz"] is None
 
 
 def test_no_record_gives_no_row():
