@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.training import distributed as distributed_module
-from cdc_plugin.training.distributed import (
-    Distributed,
-)
+from cdc_plugin.training.distributed import Distributed
 
 
 class Threads:
@@ -53,6 +51,9 @@ class Threads:
         if self.own.rank != src:
             carried[:] = pickle.loads(found[src])
 
+    def all_gather_object(self, parts: list[Any], value: Any) -> None:
+        parts[:] = self.exchange("all_gather_object", value)
+
     def monitored_barrier(self, timeout: Any) -> None:
         self.exchange("barrier")
 
@@ -64,15 +65,15 @@ class Silence:
         pytest.fail(f"torch.distributed.{name} was asked for")
 
 
-def in_step(size: int, work: Callable[[Distributed], Any], exact: bool = False) -> list[Any]:
+def in_step(size: int, work: Callable[[Distributed], Any]) -> list[Any]:
     """What ``work`` gives in each of so many processes."""
     threads, results, errors = Threads(size), [None] * size, {}
 
     def process(rank: int) -> None:
         threads.own.rank = rank
-        torch.set_num_threads(1)  # as in the main thread: oneDNN counts for every thread anew
+        torch.set_num_threads(1)  # as in the main thread: oneDNN counts per thread
         try:
-            results[rank] = work(Distributed(rank, size, rank, exact))
+            results[rank] = work(Distributed(rank, size, rank))
             threads.exchange("the end")
         except BaseException as error:
             errors[rank] = error

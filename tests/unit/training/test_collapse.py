@@ -109,9 +109,9 @@ def test_settings_out_of_the_usual_are_watched_more_closely():
     falling = history(confidence=[0.47, 0.36], selected=[0.44, 0.36])
     assert detect(falling, settings()) == []
     fast = detect(falling, settings(lr_backbone=0.05))
-    assert "Try lr_backbone=0.005, or --freeze-backbone." in fast[0].text
+    assert "Try lr_backbone=0.005, or freeze_backbone=True." in fast[0].text
     many = detect(history(confidence=[0.47, 0.35], used=[200, 199]), settings(clusters=200, batch_size=1797))
-    assert "Try fewer --clusters: a batch has 1797 images for 200, or batch_size=5000" in many[0].text
+    assert "Try fewer clusters: a batch has 1797 images for 200, or batch_size=5000" in many[0].text
 
 
 def test_confidence_at_chance_is_dead_when_it_stays_there():
@@ -132,7 +132,7 @@ def test_one_cluster_that_swallows_the_rest_is_warned_of_then_dead():
     found = detect(collapse, settings(lr_backbone=0.05))
     assert kinds(found) == [(2, "one-cluster", False), (5, "one-cluster", True)]
     assert found[0].text == (
-        "One cluster holds 76% of the images, 24% in epoch 1. Try lr_backbone=0.005, or --freeze-backbone."
+        "One cluster holds 76% of the images, 24% in epoch 1. Try lr_backbone=0.005, or freeze_backbone=True."
     )
 
 
@@ -157,7 +157,7 @@ def test_of_two_clusters_an_empty_one_is_dead_after_two_epochs():
 def test_clusters_that_die_out_are_warned_of():
     found = detect(history(used=[9, 8, 7, 6], largest=[0.25] * 4), settings(init="random"))
     assert kinds(found) == [(3, "clusters-die", False)]
-    assert found[0].text == "No image comes into 3 of 10 clusters. Try --init prototypes, or --clusters 7."
+    assert found[0].text == "No image comes into 3 of 10 clusters. Try init='prototypes', or clusters=7."
 
 
 def test_certainty_with_few_clusters_in_use_is_warned_of():
@@ -170,7 +170,7 @@ def test_a_frozen_backbone_is_not_told_to_freeze_or_to_slow_down():
     config = settings(freeze_backbone=True, lr_backbone=0.05)
     found = detect(history(used=[6], largest=[0.3]), config)
     assert found[0].text.endswith(
-        "Try --clusters 6, or another backbone (cdc-inspect BACKBONE --data IMAGES says whether this one tells "
+        "Try clusters=6, or another backbone (cdc-inspect BACKBONE --data IMAGES shows whether this one tells "
         "images apart)."
     )
 
@@ -211,7 +211,7 @@ def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
     said = str(error.value)
     assert said.startswith("stopped after epoch 3: 0.0% of the images are selected")
     assert "\n" not in said
-    for word in ("selection=confident", "kept", "--resume", "on_collapse=warn"):
+    for word in ("selection=confident", "kept", "resume=True", "on_collapse=warn"):
         assert word in said
 
 

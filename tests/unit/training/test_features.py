@@ -26,6 +26,7 @@ from cdc_plugin.training.features import (
     keep_rows,
     kmeans_assignment,
 )
+from cdc_plugin.training.runtime import Runtime
 from tests.helpers.in_step import in_step
 
 CPU = torch.device("cpu")
@@ -190,27 +191,12 @@ def test_work_on_all_rows_is_gathered_from_blocks_of_all_processes(monkeypatch, 
     rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
 
     def work(distributed: Distributed) -> list[Tensor]:
-        features = Features(rows[distributed.share_of(count)], count, distributed)
+        features = Features(rows[distributed.own_shard(count)], count, distributed)
         return [features.map(lambda block: block.square()), features.map(lambda block: block[:, 0] > 0)]
 
     for squares, positive in in_step(size, work):
         assert torch.equal(squares, rows.square())
         assert torch.equal(positive, rows[:, 0] > 0)
-
-
-def test_heads_on_the_features_of_an_exact_world_give_the_same_bits():
-    torch.manual_seed(0)
-    head, different = ClusterHead(16, 64, 10).eval(), []
-    for count in (33, 65, 200):
-        rows = torch.randn(count, 16)
-        for size in (2, 3, 8):
-
-            def work(distributed: Distributed, rows: Tensor = rows) -> np.ndarray:
-                return head_probabilities(head, Features(rows[distributed.share_of(len(rows))], len(rows), distributed))
-
-            alone, several = (in_step(number, work, exact=True)[0] for number in (1, size))
-            different += [] if np.array_equal(alone, several) else [(count, size)]
-    assert different == []
 
 
 def test_few_rows_are_sampled_whole_and_nothing_is_drawn(randomness):
@@ -240,12 +226,12 @@ def test_a_sample_is_the_same_for_any_number_of_processes_and_any_place_of_the_r
 
     def sample(distributed: Distributed, seed: int = 3) -> tuple[Tensor, Tensor]:
         randomness = torch.Generator().manual_seed(seed)
-        return Features(rows[distributed.share_of(151)], 151, distributed).sample(2, randomness)
+        return Features(rows[distributed.own_shard(151)], 151, distributed).sample(2, randomness)
 
     expected, chosen = sample(Distributed())
     assert torch.equal(expected, rows[chosen])
     assert not torch.equal(sample(Distributed(), seed=4)[1], chosen)
-    for size in (2, 3, 8):  # the last three of eight have no images
+    for size in (2, 3, 8):
         for found, same in in_step(size, sample):
             assert torch.equal(found, expected)
             assert torch.equal(same, chosen)
@@ -257,11 +243,11 @@ def test_a_sample_is_the_same_for_any_number_of_processes_and_any_place_of_the_r
 def test_features_do_not_depend_on_order_and_come_without_gradient(tiny_backbone, digits):
     images = open_images(digits[0][:20], 32)
     turned = open_images(digits[0][:20][::-1].copy(), 32)
-    features = extract_features(tiny_backbone, images, CPU, "float32", None)
+    features = extract_features(tiny_backbone, images, Runtime(CPU))
     assert features.shape == (20, 8)
     assert not features.requires_grad
-    torch.testing.assert_close(extract_features(tiny_backbone, turned, CPU, "float32", None).flip(0), features)
-    low = extract_features(tiny_backbone, images, CPU, "bfloat16", None)
+    torch.testing.assert_close(extract_features(tiny_backbone, turned, Runtime(CPU)).flip(0), features)
+    low = extract_features(tiny_backbone, images, Runtime(CPU, "bfloat16"))
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, features, rtol=0.1, atol=0.1)
 

@@ -1,21 +1,23 @@
 """What is refused before training; the rest of the preparation is tested by whole runs."""
 
-from dataclasses import replace
-
 import pytest
 
-from cdc_plugin import UserError
-from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.training.distributed import Distributed
-from cdc_plugin.training.prepare import check_shares
-
-CONFIG = RefineConfig(clusters=3)
+from cdc_plugin.config.resolve import ResolvedConfig
+from cdc_plugin.errors import ConfigError
+from cdc_plugin.training.prepare import check_processes
 
 
 def test_more_processes_than_images_in_a_sub_batch_are_refused():
-    check_shares(replace(CONFIG, sub_batch_size=12), Distributed(0, 6))
-    with pytest.raises(UserError, match=r"sub_batch_size=12 gives 7 processes .*sub_batch_size=28 and a batch_size"):
-        check_shares(replace(CONFIG, sub_batch_size=12), Distributed(0, 7))
-    check_shares(replace(CONFIG, sub_batch_size=28), Distributed(0, 7))
-    # The heads of a frozen backbone are the main process's.
-    check_shares(replace(CONFIG, sub_batch_size=12, freeze_backbone=True), Distributed(0, 7))
+    check_processes(ResolvedConfig(sub_batch_size=12), 6)
+    with pytest.raises(ConfigError, match=r"sub_batch_size=12 .*7 processes.*sub_batch_size=28"):
+        check_processes(ResolvedConfig(sub_batch_size=12), 7)
+    check_processes(ResolvedConfig(sub_batch_size=28), 7)
+    # The main process alone trains the heads of a frozen backbone.
+    check_processes(ResolvedConfig(sub_batch_size=12, freeze_backbone=True), 7)
+
+
+def test_several_processes_cannot_share_the_statistics_of_a_compiled_network():
+    settings = ResolvedConfig(sub_batch_size=12, compile=True, sync_batchnorm=True)
+    check_processes(settings, 1)
+    with pytest.raises(ConfigError, match="sync_batchnorm=false"):
+        check_processes(settings, 2)

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from cdc_plugin.training.progress import TrainingProgress, _duration, log, log_to, progress, write_history
+from cdc_plugin.training.progress import TrainingProgress, _duration, log, log_to, show_progress, write_history
 
 STATS = {"clustering_loss": 0.5, "calibration_loss": 0.25, "selected": 0.75, "confidence": 0.5}
 
@@ -44,7 +44,7 @@ def test_history_is_one_json_object_a_line(tmp_path):
 
 
 def test_progress_passes_items_through_and_is_silent_off_a_terminal(capsys):
-    assert list(progress(iter("abc"), 3, "letters")) == ["a", "b", "c"]
+    assert list(show_progress(iter("abc"), 3, "letters")) == ["a", "b", "c"]
     assert capsys.readouterr() == ("", "")
 
 

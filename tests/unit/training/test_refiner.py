@@ -78,7 +78,7 @@ def test_one_step_by_hand_moves_the_calibration_head_as_adam_does():
     given = views()
     clustering = copy.deepcopy(refiner.networks.clustering_head).train()
     # K = B: every sample is its own mini-cluster, so targets are the predictions themselves.
-    refiner.config.mini_clusters = 24
+    refiner.settings.mini_clusters = 24
     refiner.train_batch(given, torch.Generator())
     with torch.no_grad():
         targets = F.softmax(clustering(given.plain), dim=1)

@@ -4,12 +4,12 @@ import stat
 
 import pytest
 import torch
-from cdc_plugin.training.device import autocast, choose_device
 from safetensors import SafetensorError
 
 from cdc_plugin.core.random_streams import generator
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
+from cdc_plugin.training.runtime import Runtime, choose_device
 
 
 def test_streams_repeat_for_the_same_numbers_and_differ_for_others():
@@ -47,7 +47,7 @@ def test_devices_by_name():
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "", "cpu:x"])
 def test_a_device_that_is_not_there_is_refused_in_one_line(name):
-    with pytest.raises(UserError, match="try --device cpu") as refusal:
+    with pytest.raises(UserError, match="device='cpu'") as refusal:
         choose_device(name)
     assert "\n" not in str(refusal.value)
 
@@ -55,7 +55,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(name):
 def test_autocast_is_off_for_float32_and_on_for_bfloat16():
     layer = torch.nn.Linear(2, 2)
     for precision, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        with autocast(torch.device("cpu"), precision):
+        with Runtime(torch.device("cpu"), precision).autocast():
             assert layer(torch.ones(1, 2)).dtype == dtype
 
 

@@ -1,8 +1,10 @@
-"""Which images of a batch are trained on; with sub-batches and processes, in `test_engine_passes`."""
+"""A batch in sub-batches, and which of its images are trained on."""
 
+import pytest
 import torch
 
-from cdc_plugin.training.sub_batches import keep_for_training
+from cdc_plugin.training.distributed import plan_shards
+from cdc_plugin.training.sub_batches import keep_for_training, split_batch
 
 
 def test_the_images_that_are_worth_training_by_hand():
@@ -31,3 +33,18 @@ def test_blocks_of_neighbours_do_not_see_each_other():
     order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
     moved = trusted.view(10, 4)[order].flatten()
     assert torch.equal(keep_for_training(moved), keep_for_training(trusted).view(10, 4)[order].flatten())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sub_batches_of_several_processes_are_those_of_one(size, fast):
+    trusted = torch.rand(151, generator=torch.Generator().manual_seed(3)) < 0.6
+    alone = list(split_batch(trusted, plan_shards(151, 3, 1), 0, fast, torch.device("cpu")))
+    plan = plan_shards(151, 3, size)
+    assert [len(part.trained) for part in alone] == ([39, 38, 38] if fast else [51, 50, 50])
+    for rank in range(size):
+        for part, expected in zip(split_batch(trusted, plan, rank, fast, torch.device("cpu")), alone, strict=True):
+            assert part.rows == expected.rows
+            assert torch.equal(part.trained, expected.trained)
+            # The views of this process that are trained on show the images at its places.
+            assert torch.equal(plan.owned[rank][part.own], part.trained[part.shards[rank]])
