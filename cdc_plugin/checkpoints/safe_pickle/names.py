@@ -54,7 +54,7 @@ NUMPY_DATA = re.compile(
     r"|numpy\.dtypes\.[A-Z]\w*|numpy\.random\.(\w+\.)?([A-Z]\w*|__\w+_ctor|__pyx_unpickle_\w+)"
 )
 CLASS_NAME = re.compile(r"_*[A-Z]\w*")
-_inert_names: set[str] = set()
+_inert_names = {"pretrain.methods.base.static_lr"}  # of CDC's fork of solo-learn
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cdc_plugin.checkpoints.formats.solo_learn.args import (
     parse_args,
 )
 from cdc_plugin.checkpoints.formats.solo_learn.networks import NAMES, Network, find_kind, find_network
-from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, read_as_inert, strip_prefix
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, strip_prefix
 from cdc_plugin.checkpoints.weights import build_with_weights
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import describe, image_size_default
@@ -33,19 +33,6 @@ COMPANIONS = {
     *("queue", "queue_y", "queue_ptr", "queue_index", "local_memory_index", "local_memory_embeddings"),
 }
 LIGHTNING = "pytorch-lightning_version"
-
-# Classes that its runs leave in the optimiser's part of the file.
-read_as_inert(
-    *("omegaconf.base.ContainerMetadata", "omegaconf.base.Metadata", "omegaconf.dictconfig.DictConfig"),
-    *("omegaconf.listconfig.ListConfig", "typing.Any", "functools.partial", "builtins.getattr", "pathlib.PosixPath"),
-    *(f"omegaconf.nodes.{kind}Node" for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path")),
-    *(f"{package}.methods.base.static_lr" for package in ("solo", "pretrain")),
-    *(f"{package}.utils.lars.{kind}" for package in ("solo", "pretrain") for kind in ("LARS", "LARSWrapper")),
-    "solo.utils.lr_scheduler.LinearWarmupCosineAnnealingLR",
-    "pl_bolts.optimizers.lr_scheduler.LinearWarmupCosineAnnealingLR",
-    *("torch.optim.sgd.SGD", "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"),
-    *("torch.optim.lr_scheduler.MultiStepLR", "torch.optim.lr_scheduler.ReduceLROnPlateau"),
-)
 
 
 def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
