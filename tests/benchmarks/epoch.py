@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cdc_plugin.training.inputs import configure
 from material import digits_file, resnet18
 from measure import Found, Limit, Setting, Stopwatch, replaced, timed
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from cdc_plugin.models import heads
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training import batches
 from cdc_plugin.training import refiner as engine
+from cdc_plugin.training.prepare import configure
 from cdc_plugin.training.refiner import Refiner
 
 EPOCH, NO_GRADIENT, FORWARD, BACKWARD, HEADS = "rest", "forwards without gradient", "forward", "backward", "heads"

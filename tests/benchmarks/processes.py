@@ -62,11 +62,11 @@ def _child(images: str, out: str, words: list[str]) -> None:
 
     set_up_process()  # as the commands do
     import torch
-    from cdc_plugin.training.inputs import configure
     from torch import nn
 
     from cdc_plugin import pipeline
     from cdc_plugin.models.backbone import Backbone
+    from cdc_plugin.training.prepare import configure
 
     torch.set_num_threads(1)
     layers = (nn.Conv2d(3, 16, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -36,7 +36,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Found]] = {
     "memory": memory,
     "starting": starting,
 }
-SCRIPTS = ("metrics.py", "fuzz_checkpoints.py", "timm_index.py")  # commands of their own
+SCRIPTS = ("metrics.py", "fuzz_checkpoints.py", "mutants.py", "timm_index.py")  # commands of their own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
