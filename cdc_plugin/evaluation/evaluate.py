@@ -212,7 +212,7 @@ def _outside(
 
 
 def _task(subjects: list[EvaluatedModel], data: Any, ood: Any, labels: bool, device: str) -> Task:
-    """What is asked for; images that are not named are those of the first run among the models."""
+    """Return what is asked for; images that are not named are those of the first run among the models."""
     root = None
     if data is None:
         config = next((subject.run.config for subject in subjects if subject.run is not None), None)
@@ -226,7 +226,7 @@ def _task(subjects: list[EvaluatedModel], data: Any, ood: Any, labels: bool, dev
 
 
 def _open_inputs(subject: EvaluatedModel, task: Task) -> tuple[ImageSet, list[ImageSet]]:
-    """The images and the outside sets; every path is looked at before the first image is read."""
+    """Return the images and the outside sets; every path is looked at before the first image is read."""
     backbone = subject.model.backbone
     adopt_native_size(backbone, task.data, task.root)
     side = storage_size(backbone.input_size)
@@ -246,7 +246,7 @@ def _open_inputs(subject: EvaluatedModel, task: Task) -> tuple[ImageSet, list[Im
 
 
 def _command(subject: EvaluatedModel, task: Task) -> str | None:
-    """What to type to get this report again; None where something was given in Python."""
+    """Return what to type to get this report again; None where something was given in Python."""
     sources = (task.data, *task.ood)
     if subject.path is None or not all(isinstance(source, str | Path) for source in sources):
         return None

@@ -74,7 +74,7 @@ class EvaluatedModel:
 def open_model(
     model: str | Path | Clusterer, *, format: str | None = None, arch: str | None = None, head: int | None = None
 ) -> EvaluatedModel:
-    """A model in evaluation mode with all that is known of it; refuses what has no clusters (yet)."""
+    """Open a model in evaluation mode with all that is known of it; refuse what has no clusters (yet)."""
     if isinstance(model, Clusterer):
         return EvaluatedModel("model", None, model.eval(), "the caller")
     path = Path(model).expanduser()
@@ -97,7 +97,7 @@ def open_model(
 
 
 def read_run(folder: Path) -> RunRecord | None:
-    """The record of a finished run, or None where only the model was kept."""
+    """Return the record of a finished run, or None where only the model was kept."""
     if not (folder / CONFIG).is_file():
         return None
     return RunRecord(
@@ -122,7 +122,7 @@ def distinct_names(subjects: list[EvaluatedModel]) -> list[str]:
 
 
 def _refuse_unfinished(folder: Path) -> None:
-    """A run in progress has a state and no model; say how far it is and how it goes on."""
+    """Refuse a run in progress, which has a state and no model; say how far it is and how to resume it."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} == {LOG}:
         raise UserError(f"{folder} holds only the log of a run that could not start; {folder / LOG} says why")
     if (folder / DESCRIPTION).is_file() or not (folder / CONFIG).is_file():
@@ -157,7 +157,7 @@ def _name(path: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is none: what it says is told in addition, never needed."""
+    """Read a JSON object; return an empty one where there is none, as its content is optional."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

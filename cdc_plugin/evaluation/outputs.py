@@ -81,7 +81,7 @@ def predict(
 
 
 def run_model(subject: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:
-    """The answers to every image; a model with one head is asked once."""
+    """Run a model on every image; a model with one head has one entry."""
     model = subject.model
     features = extract_features(model.backbone, images, Runtime(device, progress=show_progress))
     if not torch.isfinite(features).all():
@@ -109,7 +109,7 @@ def measure_answers(
 def quality_card(
     subject: EvaluatedModel, answers: ModelOutputs, kmeans: NDArray[np.int64], images: ImageSet, device: torch.device
 ) -> dict[str, Any]:
-    """The label-free card, as at the end of a run; with one head there are no two that could agree."""
+    """Return the label-free card, as at the end of a run; with one head there are no two that could agree."""
     config, model = _settings(subject), subject.model
     randomness = generator(config.seed, AUGMENTATION)
     augment, _ = choose_augmentation(config.augment, model.backbone, model.calibration_head, images, device, randomness)
@@ -124,7 +124,7 @@ def quality_card(
 
 
 def outlier_reference(answers: ModelOutputs, prototypes: Prototypes | None) -> OutlierReference:
-    """That of the given prototypes, which saw none of the images; else each half is measured by the other's."""
+    """Measure by the given prototypes, which saw none of the images; else measure each half by the other's."""
     if prototypes is not None:
         return OutlierReference((prototypes,), prototypes.distance(answers.features))
     features, clusters = answers.features, answers.calibration.shape[1]

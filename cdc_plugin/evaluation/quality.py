@@ -86,14 +86,14 @@ def predict_augmented(
     runtime: Runtime,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Indices of a sample of images, and the cluster that the calibration head gives a weak view of each."""
+    """Return indices of a sample of images, and the cluster that the calibration head gives a weak view of each."""
     chosen = torch.randperm(len(images), generator=generator)[:SAMPLE].sort().values
     found = _clusters_of(model, images, chosen, lambda pixels: weak_view(pixels, settings, generator), runtime)
     return chosen, found
 
 
 def assess(evidence: Evidence) -> dict[str, Any]:
-    """The card: fractions of 1, None for what is not known, and warnings in plain words."""
+    """Return the card: fractions of 1, None for what is not known, and warnings in plain words."""
     calibration = evidence.calibration
     clusters = calibration.shape[1]
     confidence, assignment = calibration.max(dim=1)

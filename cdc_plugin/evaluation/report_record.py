@@ -154,7 +154,7 @@ def trusted_samples(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
-    """What the report says of the model that is retrofitted, and its assignment to compare the final one with."""
+    """Return the figures of the model that is retrofitted, and its assignment to compare the final one with."""
     if old is None:
         return None
     figures = measure_head(old, images.labels)

@@ -139,7 +139,7 @@ def negative_log_likelihood(probs: ArrayLike, columns: ArrayLike) -> float:
 def reliability_table(
     confidence: ArrayLike, correct: ArrayLike | None = None, bins: int = BINS
 ) -> dict[str, list[Any]]:
-    """Samples, mean confidence and accuracy of every bin of `expected_calibration_error`; None for an empty bin.
+    """Return samples, mean confidence and accuracy of every bin of `expected_calibration_error`; None for an empty bin.
 
     Args:
         confidence: (N,) from 0 to 1.
@@ -158,7 +158,7 @@ def reliability_table(
 def confidence_histogram(
     confidence: ArrayLike, correct: ArrayLike | None = None, bins: int = HISTOGRAM_BINS
 ) -> dict[str, list[int] | None]:
-    """Number of right, of wrong and of all predictions in equal-width bins of confidence over [0, 1].
+    """Count the right, the wrong and all predictions in equal-width bins of confidence over [0, 1].
 
     Edges as in `expected_calibration_error`. Without ``correct``, ``right`` and ``wrong`` are None.
     """

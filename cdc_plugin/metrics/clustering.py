@@ -159,5 +159,5 @@ def _entropy(shares: NDArray[np.float64]) -> float:
 
 
 def _pairs(counts: NDArray[np.int64]) -> float:
-    """Number of unordered pairs within the groups, as float: products of these pass 64-bit integers."""
+    """Count the unordered pairs within the groups, as float: products of these pass 64-bit integers."""
     return float(np.sum(counts * (counts - 1) // 2))

@@ -40,7 +40,7 @@ class Row:
 
 
 def by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of every set, in the order in which they come."""
+    """Return the rows of every set, in the order in which they come."""
     return {name: [row for row in rows if row.set == name] for name in dict.fromkeys(row.set for row in rows)}
 
 
@@ -51,7 +51,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def row_names(rows: Sequence[Row]) -> list[str]:
-    """What to call the rows of one set: their labels, with the method where two rows bear the same one."""
+    """Return what to call the rows of one set: their labels, with the method where two rows bear the same one."""
     times = Counter(row.label for row in rows)
     return [row.label if times[row.label] == 1 else f"{row.label} ({row.method})" for row in rows]
 
@@ -89,7 +89,7 @@ def mean_words(column: str, value: Value | None) -> str:
 
 
 def deviation_words(column: str, value: Value | None) -> str:
-    """The deviation as `mean_words`; empty where there is none. Of the time the mean says enough."""
+    """Return the deviation as `mean_words`; empty where there is none. Of the time the mean says enough."""
     if value is None or value.deviation is None or column == SECONDS:
         return ""
     return _decimal(column, value.deviation)

@@ -73,6 +73,9 @@ class RiskCoverage(NamedTuple):
 def failure_auroc(confidence: ArrayLike, correct: ArrayLike) -> float | None:
     """Chance that a right prediction is more confident than a wrong one, a tie counting half.
 
+    >>> failure_auroc([0.9, 0.8, 0.6], [True, False, True])
+    0.5
+
     None if all predictions are right or all are wrong.
 
     Args:
@@ -153,13 +156,13 @@ class Acceptance:
 
 
 def accept_above(confidence: NDArray[np.floating], threshold: float) -> Acceptance:
-    """The images (N,) whose confidence is the threshold or more."""
+    """Return the images (N,) whose confidence is the threshold or more."""
     parts = _millionths(confidence)
     return _acceptance(parts, _level(threshold))
 
 
 def accept_to_target(confidence: NDArray[np.floating], target: float) -> Acceptance:
-    """The largest set of surest images (N,) whose mean confidence is the target or more.
+    """Return the largest set of surest images (N,) whose mean confidence is the target or more.
 
     Images that are equally sure are taken or left together. Nothing is accepted where even the surest stay below
     the target.

@@ -63,7 +63,7 @@ def summary(probs: ArrayLike, labels: ArrayLike) -> dict[str, Any]:
 
 
 def summary_unlabelled(probs: ArrayLike) -> dict[str, Any]:
-    """The figures of `summary` that need no labels, under the same names.
+    """Return the figures of `summary` that need no labels, under the same names.
 
     Args:
         probs: (N, C) cluster probabilities.

@@ -316,7 +316,7 @@ def join(*parts: Any) -> Markup:
 
 
 def chart(width: float, height: float, title: str, description: str, *children: Any) -> Markup:
-    """A drawing that scales with its column; title and description are for those who can not see it."""
+    """Return a drawing that scales with its column; title and description are for those who cannot see it."""
     return tag(
         "svg",
         tag("title", title),
@@ -337,7 +337,7 @@ def text(x: float, y: float, words: str, anchor: str = "start", class_: str | No
 
 
 def rectangle(x: float, y: float, width: float, height: float, class_: str, hint: str | None = None) -> Markup:
-    """A box; ``hint`` is shown where a pointer rests on it."""
+    """Return a box; ``hint`` is shown where a pointer rests on it."""
     inside = [] if hint is None else [tag("title", hint)]
     return tag("rect", *inside, x=x, y=y, width=max(width, 0), height=max(height, 0), class_=class_)
 
@@ -396,13 +396,13 @@ class Frame:
         )
 
     def x_axis(self, ticks: list[tuple[float, str]], name: str) -> Markup:
-        """The lower edge with its labels, and what it counts."""
+        """Return the lower edge with its labels, and what it counts."""
         labels = [text(self.x(value), self.bottom + 15, label, "middle") for value, label in ticks]
         named = text(self.left + self.width / 2, self.bottom + 31, name, "middle", "name")
         return join(line(self.left, self.bottom, self.right, self.bottom, "axis"), *labels, named)
 
     def curve(self, points: list[tuple[float, float]], class_: str) -> Markup:
-        """A line through the points, or a dot where there is one only."""
+        """Return a line through the points, or a dot where there is one only."""
         if len(points) == 1:
             return tag("circle", cx=self.x(points[0][0]), cy=self.y(points[0][1]), r=3.5, class_=f"{class_} dot")
         path = " ".join(f"{_value(self.x(x))},{_value(self.y(y))}" for x, y in points)

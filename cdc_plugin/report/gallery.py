@@ -280,7 +280,7 @@ def _second_confidence(findings: PageData) -> Reals:
 
 
 def _chance(probability: float) -> str:
-    """A probability in whole per cent that reads as 100 % or 0 % only where it is."""
+    """Return a probability in whole per cent that reads as 100 % or 0 % only where it is."""
     if SURE <= probability < 1:
         return f"over {percent(0.99, 0)}"
     if 0 < probability < 1 - SURE:
@@ -387,12 +387,12 @@ def spread(count: int) -> Reals:
 
 
 def _by_cluster(order: Integers, cluster: Integers, clusters: int) -> list[Integers]:
-    """Indices that are sorted by cluster, cut into one part a cluster."""
+    """Return indices that are sorted by cluster, cut into one part per cluster."""
     return np.split(order, np.searchsorted(cluster[order], np.arange(1, clusters)))
 
 
 def _distinct(candidates: Iterable[int], count: int, fingerprint: Callable[[int], Reals] | None) -> list[int]:
-    """The first ``count`` candidates that do not look like one before; the first that do where these run out."""
+    """Return the first ``count`` candidates that do not look like one before; the first that do where these run out."""
     chosen: list[int] = []
     alike: list[int] = []
     seen: list[Reals] = []
@@ -410,7 +410,7 @@ def _distinct(candidates: Iterable[int], count: int, fingerprint: Callable[[int]
 
 
 def size_within(budget: int, count: int) -> ThumbnailSize:
-    """The largest size at which ``count`` pictures fit into ``budget`` bytes: 32 to 96 pixels, in steps of 8."""
+    """Return the largest size at which ``count`` pictures fit into ``budget`` bytes: 32 to 96 pixels, in steps of 8."""
     most_bytes = budget // max(count, 1)
     side = int(np.sqrt(max(most_bytes - HEADER_BYTES, 0) / BYTES_PER_PIXEL)) // 8 * 8
     return ThumbnailSize(min(max(side, SMALLEST_SIDE), LARGEST_SIDE), most_bytes)
@@ -452,7 +452,7 @@ def make_thumbnails(
 
 
 def fingerprint(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The brightness of an image (H, W, 3) on 8 x 8 fields, (64,): what two copies of one picture share."""
+    """Return the brightness of an image (H, W, 3) on 8 x 8 fields, (64,): what two copies of one picture share."""
     image = Image.fromarray(np.ascontiguousarray(pixels))
     fields = image.resize((FINGERPRINT_SIDE, FINGERPRINT_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     return np.asarray(fields.convert("L"), dtype=np.float32).ravel()

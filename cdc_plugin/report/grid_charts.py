@@ -43,7 +43,7 @@ def dot_panel(title: str, rows: Sequence[Row], column: str, band: tuple[float, f
 
 
 def bar_panel(title: str, rows: Sequence[Row], column: str) -> Markup:
-    """A bar for every row from nothing to its mean, and the figure behind it."""
+    """Return a bar for every row from nothing to its mean, and the figure behind it."""
     longest = max((value.mean for row in rows if (value := row.values.get(column)) is not None), default=0.0)
     frame = Frame(LEFT, TOP, PLOT_WIDTH - NUMBERS, STEP * len(rows), x_high=longest or 1.0)
     drawn = []

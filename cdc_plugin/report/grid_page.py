@@ -104,7 +104,7 @@ def render_grid(
     command: str | None,
     made: date,
 ) -> str:
-    """The page as text. Everything that comes from names, paths and settings is escaped."""
+    """Return the page as text. Everything that comes from names, paths and settings is escaped."""
     sets = [_part(name, found) for name, found in by_set(rows).items()]
     values: dict[str, Any] = {
         "title": shorten(title, 200),

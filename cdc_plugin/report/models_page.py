@@ -18,7 +18,7 @@ def write_comparison(path: Path, title: str, facts: list[tuple[str, str]], model
 
 
 def render_comparison(title: str, facts: list[tuple[str, str]], models: list[ComparedModel], made: date) -> str:
-    """The side-by-side page as text."""
+    """Return the side-by-side page as text."""
     diagrams = [(f"{model.name}: {head}", figures) for model in models for head, figures in model.heads]
     values: dict[str, Any] = {
         "title": shorten(title, 200),

@@ -184,7 +184,7 @@ def write_page(path: Path, findings: PageData) -> None:
 
 
 def render_page(findings: PageData, made: date) -> str:
-    """The page as text. Everything that comes from names, paths and settings is escaped."""
+    """Return the page as text. Everything that comes from names, paths and settings is escaped."""
     images, table = findings.images, findings.table
     labelled = images.labels is not None
     correct = None
@@ -266,7 +266,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _headline_note(confidence: NDArray[np.floating], correct: NDArray[np.bool_] | None) -> str:
-    """What "expected" means, and what labels say where there are any."""
+    """Return what "expected" means, and what labels say where there are any."""
     note = (
         "Expected accuracy is the mean of the model’s own confidence: a promise, for which no label is used. The "
         f"images counted are the largest set, surest first, whose mean reaches {percent(TARGET, 0)}."

@@ -173,7 +173,7 @@ def side_by_side_table(models: list[tuple[str, list[tuple[str, dict[str, Any]]]]
 
 
 def _measured(every: Sequence[dict[str, Any]]) -> list[Measure]:
-    """The measures that at least one of the figures has."""
+    """Return the measures that at least one of the figures has."""
     return [measure for measure in MEASURES if any(known(figures.get(measure.key)) for figures in every)]
 
 
@@ -228,7 +228,7 @@ class Statement:
 
 
 def statements(card: dict[str, Any]) -> list[Statement]:
-    """The numbers that were measured, in the order of their weight."""
+    """Return the numbers that were measured, in the order of their weight."""
     return [
         Statement(name, f"{card[key]:,}" if key == "empty_clusters" else percent(card[key]), says, silent)
         for key, name, says, silent in STATEMENTS
@@ -237,7 +237,7 @@ def statements(card: dict[str, Any]) -> list[Statement]:
 
 
 def warnings(card: dict[str, Any]) -> list[str]:
-    """The warnings about the model as sentences in which no number is parted from its per cent."""
+    """Return the warnings about the model as sentences in which no number is parted from its per cent."""
     found = [_sentence(warning) for warning in card.get("warnings") or [] if "epoch" not in warning]
     during = len(training_warnings(card))
     if during:
@@ -246,7 +246,7 @@ def warnings(card: dict[str, Any]) -> list[str]:
 
 
 def training_warnings(card: dict[str, Any]) -> list[str]:
-    """What was noticed while a run trained, epoch by epoch."""
+    """Return what was noticed while a run trained, epoch by epoch."""
     return [_sentence(warning) for warning in card.get("warnings") or [] if "epoch" in warning]
 
 

@@ -29,7 +29,7 @@ UNWRITABLE = re.compile("[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\ufff
 
 
 def percent(value: Any, decimals: int = 1) -> str:
-    """A fraction as per cent; a dash for None and NaN."""
+    """Return a fraction as per cent; a dash for None and NaN."""
     if not known(value):
         return DASH
     return f"{100 * value:.{decimals}f}{SPACE}%"
@@ -57,12 +57,12 @@ def shorten(text: str, length: int = 120) -> str:
 
 
 def writable(text: str) -> str:
-    """The text with what no page can hold replaced by the sign for "unknown character"."""
+    """Return the text with what no page can hold replaced by the sign for "unknown character"."""
     return UNWRITABLE.sub("\ufffd", text)
 
 
 def headline(confidence: NDArray[np.floating]) -> str:
-    """The one sentence: how many images the largest set has that is expected to be 95 % right, and what all are.
+    """Return the one sentence: how many images the largest set has that is expected to be 95 % right, and what all are.
 
     It counts what `cdc-predict --target-accuracy 0.95` would accept.
     """
@@ -107,7 +107,7 @@ def cluster_words(sizes: list[int], confidences: list[float | None]) -> str:
 
 
 def old_model_words(old: dict[str, Any] | None) -> str | None:
-    """What became of the clusters of the model that was retrofitted."""
+    """Return what became of the clusters of the model that was retrofitted."""
     if old is None:
         return None
     stayed = [
