@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def choose(words: Sequence[str]) -> tuple[Callable[[Sequence[str]], None], list[str]]:
-    """The command that the first word names, and the words that are left for it."""
+    """Return the command that the first word names, and the remaining words."""
     named = bool(words) and words[0] in COMMANDS
     name = words[0] if named else "refine"
     module = importlib.import_module(f"cdc_plugin.{COMMANDS[name]}")
