@@ -125,10 +125,10 @@ def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
         return answer
 
     places = [
-        (pipeline, "gather", STAGES[0]),
+        (pipeline, "prepare", STAGES[0]),
         (pipeline, "initialise", STAGES[1]),
         (Refiner, "fit", EPOCH),
-        (pipeline, "finish", STAGES[2]),
+        (pipeline, "finish_run", STAGES[2]),
         (ImageSet, "batch", "reading"),
         *((batches, f"{view}_view", "views") for view in ("plain", "weak", "strong")),
         (batches, "channels_last", "views"),
@@ -138,7 +138,7 @@ def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
         (torch.Tensor, "backward", backward_section),
         (heads.LayeredHead, "forward", HEADS),
         (torch.optim.Adam, "step", "optimisers"),
-        (pipeline, "watch", EVALUATION),
+        (pipeline, "snapshot", EVALUATION),
         (pipeline, "write_state", SAVING),
     ]
     with replaced(Refiner, "train_batch", with_floor), timed(watch, places):
