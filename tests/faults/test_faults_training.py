@@ -31,16 +31,16 @@ def test_a_loss_that_is_nan_once_takes_the_run_back_one_epoch_at_lower_rates(cas
         assert record["lr_factor"] == pytest.approx(0.1 * whole["lr_factor"], abs=1e-9)
         assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
     log = (out / "train.log").read_text()
-    assert "not finite" in log
+    assert "NaN" in log
     report = json.loads((out / "report.json").read_text())
-    assert "not finite" in json.dumps(report), "the report does not say what happened"
+    assert "NaN" in json.dumps(report), "the report does not say what happened"
 
 
 @pytest.mark.parametrize("call", [3, STEPS + 3])
 def test_losses_that_stay_nan_end_the_run_in_one_line(case, tmp_path, call):
     out = tmp_path / "out"
     fault = Fault(LOSS, "nan", call=call, times=0)
-    line = assert_refused(refine(*case.words, "--out", out, fault=fault), "not finite")
+    line = assert_refused(refine(*case.words, "--out", out, fault=fault), "NaN")
     assert "lr_backbone" in line
     assert "report.json" not in list_names(out)
     assert count_epochs(out) == call // STEPS

@@ -136,7 +136,7 @@ def resume(folder: Path, words: list[str], attempts: int = 3) -> Ended:
         ended = refine("--resume", "--out", folder)
         if ended.code == 0:
             return ended
-        if "nothing to resume" in ended.last_line or "missing --backbone" in ended.last_line:
+        if re.search("nothing to resume|missing .*backbone", ended.last_line):
             ended = refine(*words, "--resume", "--out", folder)
             if ended.code == 0:
                 return ended
