@@ -1,33 +1,58 @@
-"""``python -m cdc_plugin predict ...`` is ``cdc-predict ...``, and so on; without the name of a command ``cdc-refine``.
+"""``cdc COMMAND ...`` and ``python -m cdc_plugin COMMAND ...``; the latter refines where no command is named.
 
-``torchrun`` starts modules, not commands: ``torchrun --nproc-per-node 4 -m cdc_plugin predict ...``.
+``cdc predict ...`` is ``cdc-predict ...``, and so on. ``torchrun`` starts modules, not commands:
+``torchrun --nproc-per-node 4 -m cdc_plugin predict ...``.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from cdc_plugin import __version__
 
 COMMANDS = {
-    "refine": "cli.refine",
-    "predict": "cli.predict",
-    "evaluate": "cli.evaluate",
-    "compare": "cli.compare",
-    "inspect": "cli.inspect",
-    "export": "cli.export",
-    "pretrain": "cli.pretrain",
+    "refine": "turn a pretrained backbone into calibrated clusters",
+    "predict": "sort new images into the clusters of a finished run",
+    "evaluate": "report on clustering models, one or several side by side",
+    "compare": "run clustering methods side by side on your own images",
+    "inspect": "say what a checkpoint is and whether it suits a set of images",
+    "export": "write a refined network for another library",
+    "pretrain": "train a backbone on your images alone, for refine to start from",
 }
+USAGE = "\n".join(
+    [
+        "usage: cdc COMMAND ...",
+        "",
+        "Calibrated clusters from any self-supervised image backbone, without labels.",
+        "",
+        "commands (cdc COMMAND --help shows their options):",
+        *(f"  {name:10s} {summary}" for name, summary in COMMANDS.items()),
+    ]
+)
 
 
-def choose(words: Sequence[str]) -> tuple[Callable[[Sequence[str]], None], list[str]]:
-    """Return the command that the first word names, and the remaining words."""
-    named = bool(words) and words[0] in COMMANDS
-    name = words[0] if named else "refine"
-    module = importlib.import_module(f"cdc_plugin.{COMMANDS[name]}")
-    return getattr(module, f"{name}_command"), list(words[named:])
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command that the first word names."""
+    first, *rest = list(sys.argv[1:] if words is None else words) or ["--help"]
+    if first in COMMANDS:
+        run(first, rest)
+    elif first in ("-h", "--help", "--version"):
+        print(f"cdc-plugin {__version__}" if first == "--version" else USAGE)
+    else:
+        near = difflib.get_close_matches(first, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(COMMANDS)}"
+        print(f"cdc: error: unknown command {first!r}; {hint}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(name: str, words: Sequence[str]) -> None:
+    """Run a command; only its own module is imported."""
+    module = importlib.import_module(f"cdc_plugin.cli.{name}")
+    getattr(module, f"{name}_command")(list(words))
 
 
 if __name__ == "__main__":
-    command, rest = choose(sys.argv[1:])
-    command(rest)
+    main(sys.argv[1:] if sys.argv[1:2] and sys.argv[1] in COMMANDS else ["refine", *sys.argv[1:]])

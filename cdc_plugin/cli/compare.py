@@ -1,12 +1,8 @@
-"""The command ``cdc-compare``: arguments to a grid of methods and seeds; the table is printed.
-
-Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
-"""
+"""The command ``cdc-compare``: arguments to a grid of methods and seeds; the table is printed."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import re
 import shlex
 import shutil
@@ -15,9 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdc_plugin import __version__
-from cdc_plugin.cli.refine import _guard, _log_to_terminal
-from cdc_plugin.errors import UserError
+from cdc_plugin.cli.common import (
+    add_no_labels,
+    add_quiet,
+    add_settings,
+    collect_flags,
+    make_parser,
+    run_command,
+    start_log,
+)
+from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from cdc_plugin.comparison.datasets import DatasetRequest
@@ -34,23 +37,25 @@ EPILOG = """examples:
   cdc-compare --methods cdc,cdc:hidden=256,cdc:mini_clusters=40:batch_size=500 --backbone b.pt --data x.npz --clusters 9
   cdc-compare --recipe tables/main --full --backbone 'checkpoints/{set}.ckpt'  # the paper's six sets, on a GPU
 
-The same command with the same --out goes on where it was interrupted, and runs no finished cell again.
+The same command with the same --out continues where it was interrupted and repeats no finished cell.
 key=value settings are those of cdc-refine and hold for all methods. Labels are for the table only.
 """
 
 
 def compare_command(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``cdc-compare``."""
-    _guard(_compare, compare_parser(), arguments)
+    """Run ``cdc-compare``."""
+    run_command(
+        _compare, compare_parser(), arguments, "finished cells are kept, continue with the same command and --out"
+    )
 
 
 def compare_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdc-compare",
-        description="Run clustering methods side by side on your own images and checkpoint: CDC, its parts exchanged "
-        "one by one, and its opponents, over several seeds. Writes tables and report.html.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Return the options of ``cdc-compare``."""
+    parser = make_parser(
+        "cdc-compare",
+        "Run clustering methods side by side on your own images and checkpoint: CDC, its parts exchanged one by one, "
+        "and its opponents, over several seeds. Writes tables and report.html.",
+        EPILOG,
     )
     what = parser.add_argument_group("what to compare")
     what.add_argument("--methods", nargs="+", metavar="A,B,C", help="names, as --list-methods gives them")
@@ -66,30 +71,23 @@ def compare_parser() -> argparse.ArgumentParser:
     )
     on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
     on.add_argument("--ood", nargs="+", default=[], metavar="PATH_OR_NAME", help="images of none of the clusters")
-    on.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
-    on.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
-    on.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
+    add_settings(on, "format", "arch")
+    add_no_labels(on)
     on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--epochs",
-        type=int,
-        metavar="N",
-        help="of every training (default: 60 %% of what cdc-refine takes, at least 10)",
-    )
-    how.add_argument("--freeze-backbone", action="store_true", help="train heads only, on cached features")
-    how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one a core, on a GPU one)")
-    how.add_argument("--device", metavar="D", help="auto (default), cpu, cuda, cuda:1, mps")
+    add_settings(how, "epochs", help="of every training (default: 60 %% of what cdc-refine takes, at least 10)")
+    add_settings(how, "freeze_backbone")
+    how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one per core, on a GPU one)")
+    add_settings(how, "device")
     how.add_argument("overrides", nargs="*", metavar="key=value", help="any setting of cdc-refine, for all methods")
     where = parser.add_argument_group("where the results go")
-    where.add_argument("--out", metavar="DIR", help="result folder (default: a new one below cdc-runs)")
-    where.add_argument("--overwrite", action="store_true", help="start anew in --out")
+    add_settings(where, "out")
+    where.add_argument("--overwrite", action="store_true", help="start again in --out")
     where.add_argument("--keep-models", action="store_true", help="keep every cell's model, for cdc-predict and others")
     other = parser.add_argument_group("other")
     other.add_argument("--list-methods", action="store_true", help="name all methods and stop")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
-    other.add_argument("--quiet", action="store_true", help="print the table only")
-    other.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    add_quiet(other, "table")
     return parser
 
 
@@ -105,17 +103,14 @@ def _compare(options: argparse.Namespace) -> None:
         return
     take_settings_out(options)
     if options.full and not options.recipe:
-        raise UserError("--full runs a recipe on the data sets of the paper; say which, as --recipe tables/main")
+        raise ConfigError("--full runs a recipe on the data sets of the paper; say which, as --recipe tables/main")
     if options.jobs is not None and options.jobs < 1:
-        raise UserError(f"--jobs must be at least 1, found {options.jobs}")
+        raise ConfigError(f"--jobs must be at least 1, found {options.jobs}")
     recipe = read_table_recipe(options.recipe or DEFAULT_RECIPE, options.full)
     methods = parse_methods(options.methods or list(recipe.methods))
     seeds = parse_seeds(options.seeds or str(recipe.seeds))
     sets = sets_of(options, recipe)
-    if not options.quiet:
-        _log_to_terminal()
-    else:
-        logging.getLogger("cdc_plugin").addHandler(logging.NullHandler())
+    start_log(options.quiet)
     from cdc_plugin.comparison.export import to_text
     from cdc_plugin.comparison.run import run_comparison
 
@@ -177,11 +172,8 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetReq
     """The sets of images, each with its backbone, as options or the recipe name them."""
     from cdc_plugin.comparison.datasets import DatasetRequest
 
-    flags: dict[str, Any] = {name: getattr(options, name) for name in ("format", "arch", "epochs", "device")}
-    flags |= {
-        "labels": False if options.no_labels else None,
-        "freeze_backbone": True if options.freeze_backbone else None,
-    }
+    several = ("backbone", "data", "clusters", "out")
+    flags = {name: value for name, value in collect_flags(options).items() if name not in several}
     words = (*recipe.settings, *options.overrides)
     outside = tuple(options.ood) or recipe.outside
     if options.full and not options.data:
@@ -192,10 +184,10 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetReq
     if options.demo:
         from cdc_plugin.config.recipes import demo_settings
 
-        return [DatasetRequest("digits", "digits", {**demo_settings(), **_said(flags)}, words, outside)]
+        return [DatasetRequest("digits", "digits", {**demo_settings(), **flags}, words, outside)]
     missing = [name for name in ("backbone", "data") if not getattr(options, name)]
     if missing:
-        raise UserError(f"missing --{', --'.join(missing)}; cdc-compare --help shows how a comparison is started")
+        raise ConfigError(f"missing --{', --'.join(missing)}; cdc-compare --help shows how a comparison is started")
     count = len(options.data)
     backbones = _as_many(options.backbone, count, "--backbone")
     clusters = _as_many([_whole(word) for word in options.clusters] or [None], count, "--clusters")
@@ -203,15 +195,11 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetReq
     if len(set(names)) < count:
         names = [str(Path(data)) for data in options.data]
     if len(set(names)) < count:
-        raise UserError("--data names the same images twice")
+        raise ConfigError("--data names the same images twice")
     return [
         DatasetRequest(name, None, {**flags, "backbone": backbone, "data": data, "clusters": number}, words, outside)
         for name, backbone, data, number in zip(names, backbones, options.data, clusters, strict=True)
     ]
-
-
-def _said(flags: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in flags.items() if value is not None}
 
 
 def _as_many(values: list[Any], count: int, option: str) -> list[Any]:
@@ -219,7 +207,9 @@ def _as_many(values: list[Any], count: int, option: str) -> list[Any]:
     if len(values) == 1:
         return values * count
     if len(values) != count:
-        raise UserError(f"{option} takes one value, or one for each of the {count} sets in --data; found {len(values)}")
+        raise ConfigError(
+            f"{option} takes one value, or one for each of the {count} sets in --data; found {len(values)}"
+        )
     return values
 
 
@@ -227,10 +217,10 @@ def _whole(word: str) -> int:
     try:
         return int(word)
     except ValueError:
-        raise UserError(f"--clusters takes whole numbers, found {word!r}") from None
+        raise ConfigError(f"--clusters takes whole numbers, found {word!r}") from None
 
 
 def _pattern(backbones: list[str] | None, name: str) -> str:
     if not backbones or "{set}" not in backbones[0]:
-        raise UserError("--full needs a backbone for each set: --backbone 'checkpoints/{set}.ckpt'")
+        raise ConfigError("--full needs a backbone for each set: --backbone 'checkpoints/{set}.ckpt'")
     return backbones[0].replace("{set}", name)

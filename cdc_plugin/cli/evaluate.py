@@ -1,20 +1,24 @@
-"""The command ``cdc-evaluate``: arguments to a call of ``assessment``; figures and paths are printed.
-
-Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
-"""
+"""The command ``cdc-evaluate``: arguments to a call of ``evaluate``; figures and paths are printed."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdc_plugin import __version__
-from cdc_plugin.cli.refine import _guard, _log_to_terminal, _percent, unreadable
-from cdc_plugin.errors import UserError
+from cdc_plugin.cli.common import (
+    add_no_labels,
+    add_quiet,
+    add_settings,
+    describe_unreadable,
+    format_percent,
+    make_parser,
+    run_command,
+    start_log,
+)
+from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from cdc_plugin.evaluation.report_record import Report
@@ -33,56 +37,44 @@ BY = {"distance": "distance", "model": "confidence"}
 
 
 def evaluate_command(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``cdc-evaluate``."""
-    _guard(_evaluate, evaluate_parser(), arguments)
+    """Run ``cdc-evaluate``."""
+    run_command(_evaluate, evaluate_parser(), arguments)
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdc-evaluate",
-        description="Report on a clustering model as it is: how good its clusters are, and whether its confidence "
-        "is true. Writes report.html, report.json and predictions.csv.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Return the options of ``cdc-evaluate``."""
+    parser = make_parser(
+        "cdc-evaluate",
+        "Report on a clustering model as it is: how good its clusters are, and whether its confidence is true. "
+        "Writes report.html, report.json and predictions.csv.",
+        EPILOG,
     )
+    parser.set_defaults(device="auto")
     parser.add_argument("--model", metavar="PATH", help="result folder of cdc-refine, or a clustering checkpoint")
     parser.add_argument("--compare", nargs="+", metavar="PATH", default=[], help="models to put side by side")
     parser.add_argument("--names", nargs="+", metavar="NAME", default=[], help="what to call the compared models")
-    parser.add_argument("--data", metavar="PATH_OR_NAME", help="images (default: those that the model was refined on)")
+    add_settings(parser, "data", help="images (default: those that the model was refined on)")
     parser.add_argument(
         "--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help="images that belong to none of the clusters"
     )
-    parser.add_argument("--no-labels", action="store_true", help="ignore class sub-folders and label arrays")
-    parser.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
-    parser.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
-    parser.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
-    parser.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
-    parser.add_argument("--out", metavar="DIR", help="folder for the report (default: a new one below cdc-runs)")
+    add_no_labels(parser)
+    add_settings(parser, "format", "arch", "head", "device", "out")
     parser.add_argument("--overwrite", action="store_true", help="replace the report files in --out, no others")
-    parser.add_argument("--quiet", action="store_true", help="print the outcome only")
-    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    add_quiet(parser)
     return parser
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     models = [options.model, *options.compare] if options.model else options.compare
     if not models:
-        raise UserError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
+        raise ConfigError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
     if options.names and not options.compare:
-        raise UserError("--names are for models that are compared; give these with --compare")
-    log = logging.getLogger("cdc_plugin")
-    if options.quiet:
-        log.addHandler(logging.NullHandler())  # without any, Python prints warnings itself
-    else:
-        _log_to_terminal()
-        log.setLevel(logging.INFO)
+        raise ConfigError("--names are for models that are compared; give these with --compare")
+    start_log(options.quiet)
     from cdc_plugin.evaluation.evaluate import compare, evaluate
 
-    how: dict[str, Any] = {
-        **{name: getattr(options, name) for name in ("data", "ood", "out", "overwrite", "head", "format", "arch")},
-        "labels": not options.no_labels,
-        "device": options.device,
-    }
+    names = ("data", "ood", "out", "overwrite", "head", "format", "arch", "labels", "device")
+    how: dict[str, Any] = {name: getattr(options, name) for name in names}
     reports = compare(models, names=options.names, **how) if options.compare else [evaluate(models[0], **how)]
     print(outcome(reports))
     folder = reports[0].folder
@@ -132,7 +124,7 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
         stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
         lines.append(f"warning: the model is over-confident: {stated}{_advice(metrics)}")
     if metrics["skipped"]:
-        lines.append(unreadable(len(metrics["skipped"])))
+        lines.append(describe_unreadable(len(metrics["skipped"])))
     return lines
 
 
@@ -148,5 +140,5 @@ def _advice(metrics: dict[str, Any]) -> str:
 def _table(title: str, columns: Sequence[str], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
     width = 2 + max(len(title), *(len(label) for label, _ in rows))
     head = f"{title:{width}s}" + "".join(f"{name:>7s}" for name in columns)
-    cells = ["".join(f"{_percent(figures.get(name)):>7s}" for name in columns) for _, figures in rows]
+    cells = ["".join(f"{format_percent(figures.get(name)):>7s}" for name in columns) for _, figures in rows]
     return [head, *(f"{label:{width}s}{line}" for (label, _), line in zip(rows, cells, strict=True))]

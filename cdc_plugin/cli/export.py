@@ -1,7 +1,4 @@
-"""The command ``cdc-export``: arguments to a call of ``exports``; what was written is printed.
-
-Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
-"""
+"""The command ``cdc-export``: arguments to a call of ``export_model``; what was written is printed."""
 
 from __future__ import annotations
 
@@ -9,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cdc_plugin import __version__
-from cdc_plugin.cli.refine import _guard
+from cdc_plugin.cli.common import add_settings, make_parser, run_command
 
-# Named here, too, so that --help need not import what writes them.
+# Named here too, so that --help need not import what writes them.
 TARGETS = ("solo-learn", "timm", "torchvision", "onnx", "hub")
 EPILOG = """examples:
   cdc-export --model runs/photos --to timm --out photos-timm
@@ -21,24 +17,24 @@ EPILOG = """examples:
   cdc-export --model runs/photos --to onnx --out photos.onnx
   cdc-export --model runs/photos --to hub --out photos-hub
 
-What another library would load but compute otherwise is refused.
+A network that another library would load but compute differently is refused.
 """
 
 
 def export_command(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``cdc-export``."""
-    _guard(_export, export_parser(), arguments)
+    """Run ``cdc-export``."""
+    run_command(_export, export_parser(), arguments)
 
 
 def export_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdc-export",
-        description="Write a refined network for another library: its backbone, for ONNX and the hub the whole model.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Return the options of ``cdc-export``."""
+    parser = make_parser(
+        "cdc-export",
+        "Write a refined network for another library: its backbone, for ONNX and the hub the whole model.",
+        EPILOG,
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="result folder of cdc-refine, or a checkpoint")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="library that shall load it")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="library that is to load it")
     parser.add_argument(
         "--out",
         required=True,
@@ -46,9 +42,7 @@ def export_parser() -> argparse.ArgumentParser:
         help="folder (solo-learn, timm, hub), .pth file (torchvision), .onnx file",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export")
-    parser.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
-    parser.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
-    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    add_settings(parser, "format", "arch")
     return parser
 
 

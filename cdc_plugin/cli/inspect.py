@@ -1,7 +1,4 @@
-"""The command ``cdc-inspect``: a checkpoint's facts, and with images its fitness, on one screen or as JSON.
-
-Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
-"""
+"""The command ``cdc-inspect``: a checkpoint's facts, and with images its fitness, on one screen or as JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +7,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cdc_plugin import __version__
-from cdc_plugin.cli.refine import _guard
-from cdc_plugin.errors import UserError
+from cdc_plugin.cli.common import add_settings, make_parser, run_command
+from cdc_plugin.errors import CheckpointError
 
 EPILOG = """examples:
   cdc-inspect checkpoint.ckpt
   cdc-inspect trained_models/mocov2plus/1a2b3c/ --data photos/
   cdc-inspect scan_model.pth.tar --data cifar10.npz --json > facts.json
 
-Exit code 0: the checkpoint can be used; 2: it can not, and why is said.
+Exit code 0: the checkpoint can be used; 2: it cannot, and the error says why.
 """
 LISTED = 12  # names of each kind of weights that do not fit, so that all stays on one screen
 VARIANTS = 6  # shown of those that were compared
@@ -27,30 +23,22 @@ WIDTH = 13
 
 
 def inspect_command(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``cdc-inspect``."""
-    _guard(_inspect, inspect_parser(), arguments)
+    """Run ``cdc-inspect``."""
+    run_command(_inspect, inspect_parser(), arguments)
 
 
 def inspect_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdc-inspect",
-        description="Say what a checkpoint is, whether it loads whole, and whether it suits a set of images.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Return the options of ``cdc-inspect``."""
+    parser = make_parser(
+        "cdc-inspect", "Say what a checkpoint is, whether it loads whole, and whether it suits a set of images.", EPILOG
     )
+    parser.set_defaults(device="auto", trust_checkpoint=False)
     parser.add_argument("checkpoint", metavar="FILE", help="checkpoint, run or result folder, or timm:NAME")
-    parser.add_argument("--data", metavar="PATH_OR_NAME", help="images to try it on (at most 1000 are looked at)")
+    add_settings(parser, "data", help="images to try it on (at most 1000 are looked at)")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
-    parser.add_argument("--format", metavar="NAME", help="what wrote the checkpoint (default: found out)")
-    parser.add_argument("--arch", metavar="NAME", help="network of the checkpoint (default: found out)")
-    parser.add_argument("--branch", choices=("online", "momentum"), help="network or its moving average")
-    parser.add_argument("--head", type=int, metavar="N", help="which of several clustering heads, from 0")
-    parser.add_argument("--clusters", type=int, metavar="C", help="number of clusters of the head that is meant")
-    parser.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
-    parser.add_argument(
-        "--trust-checkpoint", action="store_true", help="open whole pickled networks, which runs their code"
-    )
-    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    add_settings(parser, "format", "arch", "branch", "head")
+    add_settings(parser, "clusters", help="number of clusters of the head that is meant")
+    add_settings(parser, "device", "trust_checkpoint")
     return parser
 
 
@@ -77,7 +65,7 @@ def _inspect(options: argparse.Namespace) -> None:
         if lines:
             print("\n".join(lines))
     if not report["loadable"]:
-        raise UserError(report["error"])
+        raise CheckpointError(report["error"])
 
 
 def facts(report: Mapping[str, Any]) -> list[str]:

@@ -1,20 +1,15 @@
-"""The command ``cdc-predict``: new images into clusters, those to rely on marked, some to check by hand.
-
-Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
-"""
+"""The command ``cdc-predict``: new images into clusters, those to rely on marked, some to check by hand."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cdc_plugin import __version__
-from cdc_plugin.cli.refine import _guard
-from cdc_plugin.errors import UserError
+from cdc_plugin.cli.common import add_settings, is_main_process, make_parser, run_command
+from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,22 +36,18 @@ Several GPUs or machines share the work: torchrun --nproc-per-node 4 -m cdc_plug
 
 
 def predict_command(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of ``cdc-predict``."""
-    _guard(_predict, predict_parser(), arguments)
+    """Run ``cdc-predict``."""
+    run_command(_predict, predict_parser(), arguments, "the same command continues after the last finished part")
 
 
 def predict_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cdc-predict",
-        description="Sort new images into the clusters of a finished run.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Return the options of ``cdc-predict``."""
+    parser = make_parser("cdc-predict", "Sort new images into the clusters of a finished run.", EPILOG)
+    parser.set_defaults(device="auto", seed=0)
     what = parser.add_argument_group("what to sort")
     what.add_argument("--model", metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint")
-    what.add_argument("--data", metavar="PATH_OR_NAME", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
-    what.add_argument("--head", type=int, metavar="N", help="which of several heads of a clustering checkpoint")
-    what.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, cuda, mps")
+    add_settings(what, "data", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
+    add_settings(what, "head", "device")
     what.add_argument("--batch-size", type=int, default=256, metavar="B", help="images at once (default 256)")
 
     where = parser.add_argument_group("where it goes")
@@ -82,9 +73,8 @@ def predict_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--audit", type=int, metavar="N", help="write N images, drawn by confidence, to the folder --out"
     )
-    check.add_argument("--seed", type=int, default=0, metavar="S", help="of the drawing (default 0)")
+    add_settings(check, "seed", help="of the draw (default: 0)")
     check.add_argument("--answers", metavar="FILE", help="read the answers back; needs no model and no data")
-    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
     return parser
 
 
@@ -92,7 +82,7 @@ def _predict(options: argparse.Namespace) -> None:
     if options.answers is not None:
         _tell_answers(options)
         return
-    if os.environ.get("RANK", "0") == "0":  # torchrun ends the others, and one says why
+    if is_main_process():  # torchrun ends the others, and one says why
         _check(options)
     from cdc_plugin.evaluation.models import open_model
     from cdc_plugin.evaluation.predict import prepare
@@ -136,18 +126,18 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse what cannot end well before anything is read."""
     missing = [name for name in ("model", "data", "out") if getattr(options, name) is None]
     if missing:
-        raise UserError(f"missing --{', --'.join(missing)}; cdc-predict --help shows examples")
+        raise ConfigError(f"missing --{', --'.join(missing)}; cdc-predict --help shows examples")
     for flag, share in (("--min-confidence", options.min_confidence), ("--target-accuracy", options.target_accuracy)):
         if share is not None and not 0 < share <= 1:  # NaN, too
-            raise UserError(f"{flag} takes a number above 0 and up to 1, such as 0.95; found {share:g}")
+            raise ConfigError(f"{flag} takes a number above 0 and up to 1, such as 0.95; found {share:g}")
     if options.batch_size < 1:
-        raise UserError(f"--batch-size takes at least 1 image; found {options.batch_size}")
+        raise ConfigError(f"--batch-size takes at least 1 image; found {options.batch_size}")
     out = Path(options.out)
     if options.audit is not None:
         from cdc_plugin.evaluation.audit.write import check_audit
 
         if options.to is not None:
-            raise UserError(f"--audit writes files of its own; leave --to {options.to} out, or predict a second time")
+            raise ConfigError(f"--audit writes files of its own; leave --to {options.to} out, or predict a second time")
         check_audit(out, options.audit, options.overwrite)
         return
     from cdc_plugin.evaluation import writers as outputs
@@ -225,7 +215,7 @@ def _tell(found: Prediction, chosen: Acceptance | None) -> None:
 def _tell_answers(options: argparse.Namespace) -> None:
     given = [name for name in ("model", "data", "out", "audit") if getattr(options, name) is not None]
     if given:
-        raise UserError(f"--answers reads a finished audit; leave --{', --'.join(given)} out")
+        raise ConfigError(f"--answers reads a finished audit; leave --{', --'.join(given)} out")
     from cdc_plugin.evaluation.audit.read import read_answers
 
     print("\n".join(read_answers(Path(options.answers)).lines()))

@@ -48,7 +48,7 @@ def test_a_run_interrupted_by_the_keyboard_is_resumed_and_its_folder_refined(arc
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "go on with --resume" in errors.splitlines()[-1]
+    assert "continue with --resume" in errors.splitlines()[-1]
     assert json.loads((out / "model.json").read_text())["provenance"]["epochs"] < 4
 
     done = run(PRETRAIN, "--resume", "--out", out, "--quiet")

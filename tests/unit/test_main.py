@@ -4,31 +4,71 @@ import sys
 
 import pytest
 
-from cdc_plugin.__main__ import COMMANDS, choose
+from cdc_plugin import __version__
+from cdc_plugin.__main__ import COMMANDS, main
 from tests.helpers import ROOT
 
 
+@pytest.fixture
+def chosen(monkeypatch):
+    """Note which command is run with which words."""
+    calls = []
+    for name in COMMANDS:
+        monkeypatch.setattr(
+            f"cdc_plugin.cli.{name}.{name}_command", lambda words, name=name: calls.append((name, words))
+        )
+    return calls
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_first_word_chooses_the_command(name):
-    command, rest = choose([name, "--help", name])
-    assert command.__name__ == f"{name}_command"
-    assert rest == ["--help", name]
+def test_the_first_word_chooses_the_command(name, chosen):
+    main([name, "--help", name])
+    assert chosen == [(name, ["--help", name])]
 
 
-@pytest.mark.parametrize("words", [[], ["--demo"], ["epochs=3", "predict"], ["predicted"]], ids=str)
-def test_without_the_name_of_a_command_all_words_are_for_refining(words):
-    command, rest = choose(words)
-    assert command.__name__ == "refine_command"
-    assert rest == words
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_the_help_lists_every_command(words, capsys):
+    main(words)
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed and summary in printed for name, summary in COMMANDS.items())
 
 
-@pytest.mark.parametrize(("words", "said"), [(["predict"], "cdc-predict"), ([], "cdc-refine")])
-def test_the_module_answers_as_the_command_does(words, said):
-    done = subprocess.run(
-        [sys.executable, "-m", "cdc_plugin", *words, "--help"],
+def test_the_version_is_printed(capsys):
+    main(["--version"])
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("word", "said"), [("predct", "did you mean predict?"), ("zzz", "refine, predict")])
+def test_an_unknown_command_ends_with_the_nearest_or_all_and_code_two(word, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([word])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def ask(code: str, *words: str) -> str:
+    return subprocess.run(
+        [sys.executable, *code.split(maxsplit=1), *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
-    )
-    assert done.stdout.startswith(f"usage: {said}")
+    ).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "program"), [(["predict"], "cdc-predict"), ([], "cdc-refine"), (["epochs=3", "predict"], "cdc-refine")]
+)
+def test_the_module_refines_unless_its_first_word_is_a_command(words, program):
+    assert ask("-m cdc_plugin", *words, "--help").startswith(f"usage: {program}")
+
+
+def test_no_help_imports_anything_heavy():
+    heavy = {"torch", "numpy", "omegaconf", "PIL", "scipy", "lightly"}
+    lines = ["import sys, importlib", "from cdc_plugin.__main__ import COMMANDS, main", "main(['--help'])"]
+    lines += ["for name in COMMANDS:", "    module = importlib.import_module(f'cdc_plugin.cli.{name}')"]
+    lines += [
+        "    getattr(module, f'{name}_parser')().format_help()",
+        f"    assert not {heavy} & set(sys.modules), name",
+    ]
+    ask("-c", "\n".join(lines))

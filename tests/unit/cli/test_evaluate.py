@@ -1,16 +1,11 @@
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cdc_plugin import __version__
-from cdc_plugin.cli.evaluate import EPILOG, cautions, evaluate_command, evaluate_parser, outcome
+from cdc_plugin.cli.evaluate import cautions, evaluate_command, outcome
 from cdc_plugin.evaluation.report_record import Report
-from tests.helpers import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -46,27 +41,6 @@ def refuse(capsys, *words: str) -> str:
     assert (end.value.code, printed.out) == (2, "")
     assert len(printed.err.splitlines()) == 1, printed.err
     return printed.err
-
-
-def test_help_answers_without_torch_or_numpy():
-    code = (
-        "import sys; from cdc_plugin.cli import evaluate as cli_evaluate; cli_evaluate.evaluate_parser().format_help();"
-        "assert not {'torch', 'numpy', 'omegaconf', 'PIL', 'scipy'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-
-@pytest.mark.parametrize(("flag", "text"), [("--help", "example"), ("--version", __version__)])
-def test_help_and_version_print_and_end_well(flag, text, capsys):
-    with pytest.raises(SystemExit) as end:
-        evaluate_command([flag])
-    assert end.value.code == 0
-    assert text in capsys.readouterr().out
-
-
-def test_every_option_of_the_help_examples_exists():
-    known = {option for action in evaluate_parser()._actions for option in action.option_strings}
-    assert {word for word in EPILOG.split() if word.startswith("--")} <= known
 
 
 def test_an_over_confident_old_model_is_named_with_the_command_that_mends_it():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cdc_plugin.cli import process
-from cdc_plugin.cli import refine as cli
+from cdc_plugin.cli import common, process
 from cdc_plugin.cli.process import set_up_process
+from cdc_plugin.cli.refine import refine_parser
 
 
 class Library:
@@ -75,8 +75,8 @@ def test_the_real_c_library_takes_what_it_is_told():
 
 def test_a_command_is_set_up_before_it_does_anything_and_before_torch_is_there(monkeypatch):
     events: list[str] = []
-    monkeypatch.setattr(cli, "set_up_process", lambda: events.append("set up"))
-    cli._guard(lambda options: events.append("command"), cli.refine_parser(), [])
+    monkeypatch.setattr(common, "set_up_process", lambda: events.append("set up"))
+    common.run_command(lambda options: events.append("command"), refine_parser(), [])
     assert events == ["set up", "command"]
     words = "import sys; import cdc_plugin.cli.refine, cdc_plugin.cli.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], timeout=60, check=False).returncode == 0
@@ -85,7 +85,7 @@ def test_a_command_is_set_up_before_it_does_anything_and_before_torch_is_there(m
 def test_the_package_as_a_library_leaves_the_process_alone():
     package = Path(process.__file__).parents[1]
     using = {file.stem for file in package.rglob("*.py") if "set_up_process" in file.read_text(encoding="utf-8")}
-    assert using == {"process", "refine"}
+    assert using == {"process", "common"}
 
 
 CHILD = """

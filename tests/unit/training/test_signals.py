@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from cdc_plugin.cli import refine as cli
+from cdc_plugin.cli.common import run_command
+from cdc_plugin.cli.refine import refine_parser
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import signals
@@ -148,10 +149,10 @@ def test_in_another_thread_nothing_is_touched():
 )
 def test_a_command_that_is_told_to_end_says_so_in_one_line(number, code, capsys):
     with pytest.raises(SystemExit) as end:
-        cli._guard(lambda options: tell(number), cli.refine_parser(), [])
+        run_command(lambda options: tell(number), refine_parser(), [], "continue with --resume")
     assert end.value.code == code
     name = signal.Signals(number).name
-    expected = f"cdc-refine: stopped by {name}; finished epochs are kept, go on with --resume"
+    expected = f"cdc-refine: stopped by {name}; continue with --resume"
     assert capsys.readouterr().err.splitlines() == [expected]
 
 
@@ -160,6 +161,6 @@ def test_the_keyboard_still_interrupts_with_its_own_code(capsys, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(SystemExit) as end:
-        cli._guard(lambda options: tell(signal.SIGINT), cli.refine_parser(), [])
+        run_command(lambda options: tell(signal.SIGINT), refine_parser(), [])
     assert end.value.code == 130
     assert "interrupted" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""What the commands share: options made of the settings, and the frame that alone exits.
+
+Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cdc_plugin import __version__
+from cdc_plugin.cli.process import set_up_process
+from cdc_plugin.config.schema import RefineConfig, describe, describe_default, walk_fields
+from cdc_plugin.errors import COMMAND_LINE, UserError
+from cdc_plugin.training.signals import Terminated, ending_on_termination
+
+
+def make_parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Return a parser with ``--help`` and ``--version``."""
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"cdc-plugin {__version__}")
+    return parser
+
+
+def add_settings(
+    container: argparse._ActionsContainer, *names: str, schema: type = RefineConfig, **changes: Any
+) -> None:
+    """Add settings as options, each with the help of its field; one that is not given is None.
+
+    Args:
+        changes: of the arguments of ``add_argument``, where a command means something else by an option.
+    """
+    fields = dict(walk_fields(schema))
+    for name in names:
+        item, flag = fields[name], f"--{name.replace('_', '-')}"
+        kind, default = str(item.type).removesuffix(" | None"), describe_default(item)
+        if kind == "bool":
+            given: dict[str, Any] = {"action": "store_const", "const": not item.default, "help": describe(item)}
+        else:
+            shown = describe(item) if default == "none" else f"{describe(item)} (default: {default})"
+            given = {"metavar": item.metadata["metavar"] or item.metadata["symbol"], "help": shown}
+            given |= {"type": int} if kind == "int" else {"action": "append"} if kind == "list[str]" else {}
+        container.add_argument(flag, dest=name, **{**given, **changes})
+
+
+def add_no_labels(container: argparse._ActionsContainer) -> None:
+    """Add the flag that keeps labels out of the report."""
+    container.add_argument(
+        "--no-labels", dest="labels", action="store_false", help="ignore class sub-folders and label arrays"
+    )
+
+
+def add_result_folder(container: argparse._ActionsContainer) -> None:
+    """Add where a run writes to, and what it does with an earlier one there."""
+    add_settings(container, "out")
+    existing = container.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="resume the run in --out")
+    existing.add_argument("--overwrite", action="store_true", help="replace the result files in --out")
+
+
+def add_quiet(container: argparse._ActionsContainer, shown: str = "outcome") -> None:
+    """Add the flag that silences the log; see `start_log`."""
+    container.add_argument("--quiet", action="store_true", help=f"print the {shown} only")
+
+
+def collect_flags(options: argparse.Namespace, schema: type = RefineConfig) -> dict[str, Any]:
+    """Return the settings among the options that were given."""
+    values = vars(options)
+    flags = {name: values[name] for name, _ in walk_fields(schema) if values.get(name) is not None}
+    if flags.get("labels"):  # the default of --no-labels, which a recipe may change
+        del flags["labels"]
+    return flags
+
+
+def list_recipes(group: str) -> None:
+    """Print the shipped recipes, each with what it is for."""
+    from cdc_plugin.config.recipes import recipe_names, recipe_summary
+
+    names = recipe_names(group)
+    for name in names:
+        print(f"{name:{max(map(len, names))}s} {recipe_summary(name, group)}")
+
+
+def start_log(quiet: bool) -> None:
+    """Log to the terminal, or nowhere; of the processes that torchrun starts, the main one alone speaks."""
+    log = logging.getLogger("cdc_plugin")
+    if quiet or not is_main_process():
+        log.addHandler(logging.NullHandler())  # without any, Python prints warnings itself
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+def is_main_process() -> bool:
+    """Return whether this process is the one that speaks for all that torchrun starts."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run_command(
+    action: Callable[[argparse.Namespace], None],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    kept: str = "",
+) -> None:
+    """Run a command; what the user can mend becomes a message and exit code 2.
+
+    Args:
+        kept: what remains of an interrupted run, and how to continue it.
+    """
+    # key=value words may stand before, between and after the options.
+    options = parser.parse_intermixed_args(arguments)
+    set_up_process()
+    context = COMMAND_LINE.set(True)
+    try:
+        with ending_on_termination():
+            action(options)
+    except KeyboardInterrupt as error:
+        _end(parser.prog, error, kept)
+    except Exception as error:
+        interruption = _find_interruption(error)
+        if interruption is not None:
+            _end(parser.prog, interruption, kept)
+        if isinstance(error, UserError):
+            _stop("" if error.told else f"{parser.prog}: error: {error}", 2)
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        raise
+    finally:
+        COMMAND_LINE.reset(context)
+
+
+def format_percent(value: float | None) -> str:
+    """Return a share in percent, or a dash where there is none.
+
+    >>> format_percent(0.9876), format_percent(None)
+    ('98.8', '-')
+    """
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def describe_unreadable(count: int) -> str:
+    """Return where to find the names of images that could not be read."""
+    subject, object_ = ("image", "it") if count == 1 else ("images", "them")
+    return f"{count} {subject} could not be read; report.json names {object_}"
+
+
+def _end(program: str, error: KeyboardInterrupt, kept: str) -> None:
+    """End as Ctrl-C or a signal asks for."""
+    reason, code = (str(error), error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
+    _stop("; ".join(filter(None, [f"{program}: {reason}", kept])) if is_main_process() else "", code)
+
+
+def _find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interruption behind an error: a library that is interrupted while it cleans up may fail at that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
+
+
+def _stop(message: str, code: int) -> None:
+    if message:
+        print(message, file=sys.stderr)
+    sys.exit(code)
