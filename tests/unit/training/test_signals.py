@@ -1,6 +1,8 @@
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -164,3 +166,43 @@ def test_the_keyboard_still_interrupts_with_its_own_code(capsys, request):
         run_command(lambda options: tell(signal.SIGINT), refine_parser(), [])
     assert end.value.code == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+CHILD = """
+import os, sys, time
+from cdc_plugin.training import signals
+print(os.getpid(), flush=True)
+sys.stdin.readline()  # all the rest comes after the parent's end
+signals.end_with_parent()
+time.sleep(30)
+print("still there", flush=True)
+"""
+FORKED = """
+import os, sys, time
+from cdc_plugin.training import signals
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+signals.end_with_parent()
+time.sleep(1)
+os._exit(5)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no process is given another parent here")
+def test_a_process_ends_whose_parent_was_gone_before_it_could_watch():
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    command, pipe = [sys.executable, "-c", start, CHILD], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert int(parent.stdout.readline()) != parent.pid
+        parent.kill()
+        parent.wait()
+        parent.stdin.write("go on\n")
+        parent.stdin.flush()
+        assert parent.stdout.read() == ""  # the child has ended, and said nothing more
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_forked_process_watches_the_one_that_forked_it():
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=60, check=False).returncode == 5

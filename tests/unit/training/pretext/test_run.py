@@ -120,7 +120,7 @@ def test_labels_make_no_difference(finished, digits, tmp_path):
 def test_a_folder_that_holds_anything_is_not_touched_unless_asked(finished, archive):
     before = weights(finished.folder)
     flags = {"data": str(archive), "out": str(finished.folder)}
-    with pytest.raises(UserError, match="--overwrite"):
+    with pytest.raises(UserError, match="overwrite=True"):
         pretrain(None, flags, QUICK)
     with pytest.raises(UserError, match="crop_scale"):  # asked to overwrite, but with a mistake in the settings
         pretrain(None, flags, [*QUICK, "crop_scale=2"], overwrite=True)
