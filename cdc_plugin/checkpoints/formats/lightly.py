@@ -1,7 +1,7 @@
-"""Backbones inside the models of lightly's users and of the well-known self-supervised methods' own releases.
+"""Backbones inside the models of lightly's users and in the releases of well-known self-supervised methods.
 
 lightly leaves the model to its user: a Lightning module with a ``backbone`` of torchvision, timm or lightly,
-often as nn.Sequential with numbers for names. MoCo, DINO, SwAV, BYOL and others keep theirs likewise below a prefix.
+often as nn.Sequential with numbers for names. MoCo, DINO, SwAV, BYOL and others keep theirs below a prefix too.
 """
 
 from __future__ import annotations
@@ -15,66 +15,66 @@ from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.backbone import Backbone
 
 LIGHTNING = "pytorch-lightning_version"
-# Where a backbone is looked for if its network is known by the user's --arch alone.
+# Where a backbone is searched if only the user names its network.
 USUAL_PREFIXES = ("backbone.", "encoder.", "student_backbone.", "model.backbone.", "model.", "net.")
 SIZE_NAMES = ("input_size", "image_size", "img_size", "crop_size")
 
 
 def load_lightly(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """The backbone of a lightly user's model; lightly's transforms normalise by ImageNet's statistics."""
-    return _load(checkpoint, wanted, "lightly", "lightly's default, ImageNet's; the file does not say")
+    """Return the backbone of a lightly user's model; lightly's transforms normalise with ImageNet's statistics."""
+    return _load(checkpoint, wanted, "lightly", "lightly's default, ImageNet's; the file does not state them")
 
 
 def load_generic(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """The one backbone inside a model of unknown kind."""
-    return _load(checkpoint, wanted, _method(checkpoint), "ImageNet's, the file does not say")
+    """Return the one backbone inside a model of unknown kind."""
+    return _load(checkpoint, wanted, _guess_method(checkpoint), "ImageNet's, the file does not state them")
 
 
 def load_inside(inside: Inside, wanted: Wanted) -> Loaded:
-    """The network whose weights were found inside a file, told by their names."""
+    """Return the network of the weights that were found inside a file, recognised by their names."""
     wanted = replace(wanted, branch=None)
     if inside.stem:
         return load_torchvision(inside.checkpoint, wanted, inside.stem)
     return load_bare(inside.checkpoint, wanted)
 
 
-def with_input(backbone: Backbone, mean: Any, std: Any, size: int | None, inferred: tuple[str, ...]) -> Backbone:
-    """The same backbone, fed otherwise; facts of its network that were open stay so."""
+def replace_input(backbone: Backbone, mean: Any, std: Any, size: int | None, inferred: tuple[str, ...]) -> Backbone:
+    """Return the same backbone with another input convention; open facts about its network stay open."""
     still_open = tuple(fact for fact in backbone.inferred if fact not in ("mean", "std", "input_size"))
     side = size or backbone.input_size
     return Backbone(backbone.module, backbone.feature_dim, mean, std, side, backbone.spec, (*inferred, *still_open))
 
 
 def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) -> Loaded:
-    inside = choose_inside(checkpoint, wanted) or _named_by_user(checkpoint, wanted)
+    inside = choose_inside(checkpoint, wanted) or _take_usual_prefix(checkpoint, wanted)
     loaded = load_inside(inside, wanted)
     size, why_size = _stated_size(checkpoint), "stated in its hyper-parameters"
     fixed = (loaded.backbone.spec or {}).get("kwargs", loaded.backbone.spec or {})
     inferred = ["mean", "std"]
     if "img_size" in fixed or "image_size" in fixed or _has_positions(inside.checkpoint):
-        size, why_size = loaded.backbone.input_size, "by its position embeddings"
+        size, why_size = loaded.backbone.input_size, "inferred from its position embeddings"
     elif size is None:
         inferred.append("input_size")
-        why_size = "usual for this network, the file does not say"
-    backbone = with_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(inferred))
+        why_size = "usual for this network, the file does not state it"
+    backbone = replace_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(inferred))
     facts = {"mean": normalised, "std": normalised, "input_size": why_size, "branch": inside.why}
     origin = Origin(writer, loaded.origin.network, _epochs(checkpoint), {**loaded.origin.why, **facts})
     return replace(loaded, backbone=backbone, origin=origin)
 
 
-def _named_by_user(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
-    """The weights below the first usual prefix, for a network that only the user's --arch names."""
+def _take_usual_prefix(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
+    """Return the weights below the first usual prefix, for a network that only the user names."""
     state = without_wrappers(checkpoint.state)
     prefix = next((p for p in USUAL_PREFIXES if any(key.startswith(p) for key in state)), "")
     if wanted.arch is None:
         sample = ", ".join(list(state)[:3])
         raise CheckpointError(
             f"no known network is below {prefix or 'the top'} of {checkpoint.path} ({sample}); "
-            "pass --arch NAME (a torchvision or timm name)"
+            f"pass {option('arch', 'NAME')} (a torchvision or timm name)"
         )
     named, stem = rename_resnet(backbone_part(state, prefix))
     return Inside(replace(checkpoint, state=named), prefix, stem, f"below {prefix or 'the top'}")
@@ -98,7 +98,7 @@ def _epochs(checkpoint: Checkpoint) -> int | None:
     return epoch + 1 if LIGHTNING in payload else epoch  # Lightning counts from 0
 
 
-def _method(checkpoint: Checkpoint) -> str:
+def _guess_method(checkpoint: Checkpoint) -> str:
     tops = {key.split(".")[0] for key in without_wrappers(checkpoint.state)}
     marks = {"encoder_q": "MoCo", "base_encoder": "MoCo v3", "prototypes": "SwAV", "decoder_embed": "MAE"}
     named = [method for mark, method in marks.items() if mark in tops]
@@ -108,7 +108,7 @@ def _method(checkpoint: Checkpoint) -> str:
 
 
 def _prefixes(checkpoint: Checkpoint) -> list[str]:
-    """Where backbones are, if they are not simply the whole file under usual names."""
+    """Return the prefixes of backbones; none if the file is nothing but a backbone under its usual names."""
     state = without_wrappers(checkpoint.state)
     prefixes = find_prefixes(state)
     if prefixes == [""]:
@@ -119,6 +119,7 @@ def _prefixes(checkpoint: Checkpoint) -> list[str]:
 
 
 def matches_lightly(checkpoint: Checkpoint) -> bool:
+    """Return whether this is a Lightning module, a list of layers or a ``backbone`` with a known network inside."""
     prefixes = _prefixes(checkpoint)
     if LIGHTNING in payload_fields(checkpoint.payload):
         return bool(prefixes) or any(key.startswith("backbone.") for key in checkpoint.state)
@@ -127,4 +128,5 @@ def matches_lightly(checkpoint: Checkpoint) -> bool:
 
 
 def matches_generic(checkpoint: Checkpoint) -> bool:
+    """Return whether a known network is below some prefix."""
     return bool(_prefixes(checkpoint))

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.find_backbone import Inside, choose_inside, find_prefixes, without_wrappers
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.formats.lightly import load_inside, with_input
+from cdc_plugin.checkpoints.formats.lightly import load_inside, replace_input
 from cdc_plugin.checkpoints.formats.timm import three_numbers
 from cdc_plugin.checkpoints.formats.timm.fit import TRANSFORMER
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.weights import load_strictly
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 
@@ -27,22 +27,22 @@ DEEPEST = 20
 
 
 def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """The model that lightly-train exports: the teacher where there is one, without projection heads."""
+    """Return the model that lightly-train exports: the teacher where there is one, without projection heads."""
     record = payload_fields(payload_fields(checkpoint.payload).get(RECORD))
-    inside = choose_inside(checkpoint, wanted) or _whole_module(checkpoint, record, wanted)
+    inside = choose_inside(checkpoint, wanted) or _read_kept_module(checkpoint, record, wanted)
     if inside is None:
         raise CheckpointError(
-            f"{checkpoint.path} is of lightly-train, but holds no network of torchvision's or timm's; "
-            "pass --arch NAME with the one it was trained as"
+            f"{checkpoint.path} is of lightly-train, but holds no network of torchvision or timm; "
+            f"pass {option('arch', 'NAME')} with the one it was trained as"
         )
-    loaded = _averaged(load_inside(inside, wanted))
-    mean, std, stated = _normalisation(record)
-    why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not say"
+    loaded = _average_patches(load_inside(inside, wanted))
+    mean, std, stated = _read_normalisation(record)
+    why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not state them"
     by_positions = any(name in inside.checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
     inferred = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
-    backbone = with_input(loaded.backbone, mean, std, None, inferred)
+    backbone = replace_input(loaded.backbone, mean, std, None, inferred)
     facts = {"mean": why, "std": why, "branch": inside.why}
-    facts["input_size"] = "by its position embeddings" if by_positions else "usual for this network, nothing says"
+    facts["input_size"] = "inferred from its position embeddings" if by_positions else "usual for this network"
     version = record.get("version")
     epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
     origin = Origin(
@@ -54,10 +54,10 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     return replace(loaded, backbone=backbone, origin=origin)
 
 
-def _averaged(loaded: Loaded) -> Loaded:
-    """A timm vision transformer with the mean of its patch tokens for features.
+def _average_patches(loaded: Loaded) -> Loaded:
+    """Return a timm vision transformer whose features are the mean of its patch tokens.
 
-    That is what lightly-train trains; the class token, timm's choice, is never looked at there.
+    lightly-train trains these; the class token, which timm would take, is never used there.
     """
     backbone = loaded.backbone
     spec = backbone.spec or {}
@@ -73,8 +73,8 @@ def _averaged(loaded: Loaded) -> Loaded:
     return replace(loaded, backbone=averaged, origin=replace(loaded.origin, why=why))
 
 
-def module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The named weights of a pickled module that was read as inert records, none of its code run."""
+def read_module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Return the named weights of a pickled module that was read as inert records; none of its code runs."""
     if prefix.count(".") > DEEPEST:  # records may hold each other
         return {}
     fields = payload_fields(module)
@@ -84,25 +84,26 @@ def module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 state[f"{prefix}{name}"] = value
     for name, part in payload_fields(fields.get("_modules")).items():
-        state |= module_state(part, f"{prefix}{name}.")
+        state |= read_module_state(part, f"{prefix}{name}.")
     return state
 
 
-def _whole_module(checkpoint: Checkpoint, record: Mapping[str, Any], wanted: Wanted) -> Inside | None:
-    """The user's model as the checkpoint keeps it beside the weights, with parts that the training did not need."""
-    state = module_state(payload_fields(record.get("models")).get("model"))
+def _read_kept_module(checkpoint: Checkpoint, record: Mapping[str, Any], wanted: Wanted) -> Inside | None:
+    """Return the user's model that the checkpoint keeps beside the weights; None if there is none."""
+    state = read_module_state(payload_fields(record.get("models")).get("model"))
     if not state or wanted.branch == "online":
         return None
     return Inside(replace(checkpoint, state=state), "", {}, "the model that lightly-train exports")
 
 
-def _normalisation(record: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+def _read_normalisation(record: Mapping[str, Any]) -> tuple[Any, Any, bool]:
     stated = payload_fields(record.get("normalize_args"))
     mean, std = (three_numbers(stated.get(name)) for name in ("mean", "std"))
     return (mean, std, True) if mean and std else (IMAGENET_MEAN, IMAGENET_STD, False)
 
 
 def matches(checkpoint: Checkpoint) -> bool:
+    """Return whether lightly-train's record, its wrapped models or its name for exports are there."""
     if RECORD in payload_fields(checkpoint.payload) or any(WRAPPED in f".{key}" for key in checkpoint.state):
         return True
     named = any(mark in f"/{'/'.join(checkpoint.path.absolute().parts[-2:])}" for mark in EXPORTS)

@@ -1,4 +1,4 @@
-"""The package's own result folder: weights in ``model.safetensors``, how to rebuild in ``model.json``."""
+"""Result folders of this package: weights in ``model.safetensors``, the model's description in ``model.json``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HUB_DESCRIPTION = "config.json"  # the same content, under the name that the Hug
 
 
 def description_file(folder: Path) -> Path:
-    """Return the file of a result folder, or of its export for the hub, that describes the model."""
+    """Return the file in which a result folder, or its export for the hub, describes the model."""
     beside = read_sidecars(folder / WEIGHTS)
     exported = _is_ours(beside, HUB_DESCRIPTION) and not _is_ours(beside, DESCRIPTION)
     return folder / (HUB_DESCRIPTION if exported else DESCRIPTION)
@@ -33,7 +33,7 @@ def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return description and tensors of a result folder, or of the ``model.safetensors`` inside it."""
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"there is no result folder {path}; give the folder that cdc-refine wrote")
+        raise CheckpointError(f"there is no result folder {path}; pass the folder that cdc-refine wrote")
     folder = path if path.is_dir() else path.parent
     description = read_description(folder)
     return description, read_checkpoint(folder / WEIGHTS).state
@@ -59,7 +59,7 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
     if not isinstance(record.get("spec"), dict):
         raise CheckpointError(
             f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
-            "give that network as well: cdc_plugin.load_model(folder, module=network)"
+            "pass that network as well: cdc_plugin.load_model(folder, module=network)"
         )
     # Backbone keeps its network as ``module``; both spellings of the prefix are taken. Exports may have none.
     weights = strip_prefix(tensors, "backbone.") or tensors
@@ -83,15 +83,15 @@ def native_heads(
 
 
 def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
-    """Return the prototypes of a result folder; None for a model without them."""
-    found = strip_prefix(tensors, "prototypes.")
-    if not found:
+    """Return the prototypes of a result folder; None if it has none."""
+    stored = strip_prefix(tensors, "prototypes.")
+    if not stored:
         return None
-    centers, whitening, limit = (found.get(name) for name in ("centers", "whitening", "limit"))
+    centers, whitening, limit = (stored.get(name) for name in ("centers", "whitening", "limit"))
     if centers is None or whitening is None or limit is None or limit.numel() != 1:
-        raise CheckpointError(f"{source} has some of its prototypes only; was it edited by hand?")
+        raise CheckpointError(f"{source} has only some of its prototypes; was it edited by hand?")
     if centers.ndim != 2 or centers.shape[1] != feature_dim or whitening.shape != (feature_dim, feature_dim):
-        raise CheckpointError(f"{source} has prototypes that do not fit {feature_dim} features; was it edited?")
+        raise CheckpointError(f"{source} has prototypes that do not fit {feature_dim} features; was it edited by hand?")
     return Prototypes(centers.float(), whitening.float(), float(limit))
 
 
@@ -107,8 +107,8 @@ def _check_description(description: Any, file: Path) -> None:
         raise CheckpointError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
 
 
-def _export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return what ``cdc-export`` wrote beside weights ``X.pth``, in ``X.json``; the folder may hold other weights."""
+def _read_export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return the description ``X.json`` that ``cdc-export`` wrote beside ``X.pth``, if these are its weights."""
     beside = checkpoint.sidecar.get(f"{checkpoint.path.stem}.json")
     if not isinstance(beside, dict) or beside.get("format") != "cdc_plugin":
         return None
@@ -121,20 +121,20 @@ def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
 
 
 def matches(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint is a result of this package."""
-    if _export_description(checkpoint) is not None:
+    """Return whether this is a result folder, an export of one, or weights with both heads."""
+    if _read_export_description(checkpoint) is not None:
         return True
     described = any(_is_ours(checkpoint.sidecar, name) for name in (DESCRIPTION, HUB_DESCRIPTION))
-    # Weights that lost their description are recognised by both heads; the error then says what is missing.
+    # Weights that lost their description are recognised by both heads; then the error names the missing file.
     heads = ("clustering_head.", "calibration_head.")
     return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
 
 
 def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """Return the network of a result folder, of a folder of ``cdc-pretrain`` or of an export."""
+    """Return the backbone, and the heads if any, of a result folder, a folder of ``cdc-pretrain`` or an export."""
     if wanted.arch is not None:
-        raise CheckpointError(f"{checkpoint.path} states its own network; leave {option('arch', wanted.arch)} out")
-    description, file = _description_of(checkpoint)
+        raise CheckpointError(f"{checkpoint.path} states its own network; leave out {option('arch', wanted.arch)}")
+    description, file = _find_description(checkpoint)
     backbone = native_backbone(description, checkpoint.state, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
     if description.get("heads"):  # others may write a backbone alone
@@ -145,9 +145,9 @@ def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     return Loaded(backbone, Origin(writer, describe(backbone.spec), provenance.get("epochs"), why), heads)
 
 
-def _description_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
+def _find_description(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
     """Return the description beside a checkpoint and the name of its file, as they were read with it."""
-    description, name = _export_description(checkpoint), f"{checkpoint.path.stem}.json"
+    description, name = _read_export_description(checkpoint), f"{checkpoint.path.stem}.json"
     if description is None:
         ours = [name for name in (DESCRIPTION, HUB_DESCRIPTION) if _is_ours(checkpoint.sidecar, name)]
         if not ours:  # missing, broken or foreign: reading it says which

@@ -1,4 +1,4 @@
-"""State dicts with torchvision's names: any ResNet by its shapes, other classifiers by comparison."""
+"""State dicts with torchvision's names: any ResNet by its shapes, other classifiers by comparison with the library."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin
 from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_with_weights, compare
-from cdc_plugin.errors import CheckpointError, UserError
+from cdc_plugin.errors import CheckpointError, UserError, option
 from cdc_plugin.models.architectures import describe, image_size_default, skeleton
 from cdc_plugin.models.backbone import Backbone
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BLOCK_PARTS = re.compile(r"layer[1-4]\.\d+\.(conv[123]|bn[123]|downsample\.[01])\.\w+")
-# Which torchvision models may hide behind a key that only they have.
+# The torchvision models that a key may belong to, where only they have it.
 TRANSFORMER = "encoder.layers.encoder_layer_0.ln_1.weight"
 CANDIDATES = {
     TRANSFORMER: (
@@ -53,22 +53,22 @@ CANDIDATES = {
     "stage2.0.branch1.0.weight": tuple(f"shufflenet_v2_x{width}" for width in ("0_5", "1_0", "1_5", "2_0")),
     "features.0.weight": tuple(f"vgg{n}{bn}" for n in (11, 13, 16, 19) for bn in ("", "_bn")),
 }
-# Attention heads by width where they are usual; no shape tells their number.
+# The usual number of attention heads by width; no shape reveals it.
 USUAL_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
-# Depths that networks have; with others a whole block may have been lost, which every strict load would accept.
+# Known depths; with others a block may have been lost, which every strict load would accept.
 RESNET_DEPTHS = ([1, 1, 1, 1], [2, 2, 2, 2], [3, 4, 6, 3], [3, 4, 23, 3], [3, 8, 36, 3], [3, 24, 36, 3])
 TRANSFORMER_DEPTHS = (6, 12, 24, 32)
 
 
 def is_resnet(state: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of torchvision's ResNet; other parts in its blocks make another network."""
+    """Return whether the names are those of torchvision's ResNet; other parts in its blocks make another network."""
     anchors = ("conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer4.0.conv1.weight")
     inside = [key for key in state if re.match(r"layer\d+\.\d+\.", key)]
     return all(key in state for key in anchors) and all(BLOCK_PARTS.fullmatch(key) for key in inside)
 
 
 def resnet_spec(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The ResNet that these shapes belong to, and which facts of its stem the shapes leave open."""
+    """Return the spec of the ResNet with these shapes, and the facts about its stem that shapes leave open."""
     try:
         return _resnet_by_shapes(state)
     except (KeyError, ValueError, IndexError, ZeroDivisionError, RuntimeError) as error:
@@ -111,7 +111,7 @@ def _resnet_by_shapes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tupl
 
 
 def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """The torchvision network, other than a ResNet, whose names and shapes are these."""
+    """Return the spec of the torchvision network, other than a ResNet, that has these names and shapes."""
     for spec in _plausible(state):
         try:
             if not compare(skeleton(spec), state):
@@ -122,24 +122,25 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
-    """A backbone from a state dict with torchvision's names; ImageNet's mean and std are inferred.
+    """Return a backbone from a state dict with torchvision's names; mean and std are assumed to be ImageNet's.
 
     Args:
-        stem: facts of a ResNet's stem that the file tells otherwise than by shapes.
+        stem: facts about a ResNet's stem that the file shows in other ways than by shapes.
     """
     state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()
     spec: dict[str, Any] | None
     if arch is not None and not torchvision_knows(arch):
         raise CheckpointError(
-            f"torchvision has no {arch!r}, and {checkpoint.path} has a ResNet's stem of its own: leave --arch"
+            f"torchvision has no {arch!r}, and {checkpoint.path} has a ResNet's stem of its own: "
+            f"leave out {option('arch', arch)}"
         )
     if is_resnet(state):
         spec, open_facts = resnet_spec(state)
         if spec["depths"] not in RESNET_DEPTHS and not wanted.partial:
             raise CheckpointError(
-                f"{checkpoint.path} has {spec['depths']} blocks a stage, as no known ResNet: copy it again or, "
-                "if it was built so, pass --partial-weights"
+                f"{checkpoint.path} has {spec['depths']} blocks per stage, unlike any known ResNet: copy it again "
+                f"or, if it was built so, pass {option('partial_weights')}"
             )
         spec["stem"] |= stem or {}
         open_facts = tuple(fact for fact in open_facts if fact.removeprefix("stem.") not in (stem or {}))
@@ -148,7 +149,9 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     else:
         spec = _named_spec(arch, state) if arch is not None else identify(state)
     if spec is None:
-        raise CheckpointError(f"{checkpoint.path} has the names of no known torchvision network; pass --arch NAME")
+        raise CheckpointError(
+            f"{checkpoint.path} has the names of no known torchvision network; pass {option('arch', 'NAME')}"
+        )
     network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     size = spec.get("kwargs", spec).get("image_size")
     if spec["family"] == "torchvision_vit":
@@ -157,14 +160,14 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     backbone = Backbone(
         network, feature_dim, IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), spec, inferred
     )
-    why = {"mean": "ImageNet's, the file does not say", "std": "ImageNet's, the file does not say"}
-    why["input_size"] = "by its position embeddings" if size else "usual for this network, the file does not say"
+    why = dict.fromkeys(("mean", "std"), "ImageNet's, the file does not state them")
+    why["input_size"] = "inferred from its position embeddings" if size else "usual for this network"
     if "heads" in open_facts:
-        why["heads"] = f"{spec['num_heads']}, usual for a width of {spec['hidden_dim']}; no weight tells"
+        why["heads"] = f"{spec['num_heads']}, usual for a width of {spec['hidden_dim']}; no weight reveals it"
     elif stem:
-        why["stem"] = "by the names of its layers"
+        why["stem"] = "inferred from the names of its layers"
     elif open_facts:
-        why["stem"] = "by the shape of conv1 and its BatchNorm statistics; images can settle it"
+        why["stem"] = "inferred from the shape of conv1 and BatchNorm statistics; images can settle it"
     return Loaded(backbone, Origin("torchvision", describe(spec), why=why), matched=matched)
 
 
@@ -185,7 +188,7 @@ def _named_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _transformer_by_shapes(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """A vision transformer that is none of torchvision's named ones; its heads are those usual for its width."""
+    """Return the spec of a vision transformer that torchvision does not name, with the usual heads for its width."""
     positions, patches = state.get("encoder.pos_embedding"), state.get("conv_proj.weight")
     inner = state.get("encoder.layers.encoder_layer_0.mlp.0.weight")
     if positions is None or patches is None or inner is None or (positions.ndim, patches.ndim) != (3, 4):
@@ -214,8 +217,8 @@ def _check_named_resnet(arch: str, spec: dict[str, Any], checkpoint: Checkpoint)
     # The stem may be adapted to small images and the widths reduced; other blocks are another network.
     if {k for k in expected if not k.startswith(HEAD_PREFIXES)} != set(actual):
         raise CheckpointError(
-            f"--arch {arch} does not fit {checkpoint.path}: it is a ResNet of {spec['block']} blocks, "
-            f"{spec['depths']} a stage; leave --arch out"
+            f"{option('arch', arch)} does not fit {checkpoint.path}: it is a ResNet of {spec['block']} blocks, "
+            f"{spec['depths']} per stage; leave it out"
         )
 
 
@@ -224,7 +227,7 @@ def _matches(checkpoint: Checkpoint) -> bool:
 
 
 def torchvision_knows(arch: str) -> bool:
-    """Whether torchvision has an image classifier of this name."""
+    """Return whether torchvision has an image classifier of this name."""
     from torchvision import models
 
     return arch in models.list_models(module=models)

@@ -1,4 +1,4 @@
-"""State dicts of timm models, named by the user or by files beside them, or told by names and shapes."""
+"""State dicts of timm models, named by the user or by files beside them, or recognised by names and shapes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.formats.timm.fit import distinct, fits, fitting, settings_changed, timm_spec
+from cdc_plugin.checkpoints.formats.timm.fit import find_distinct, fit, fits, settings_changed, timm_spec
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.timm.published import fetch_from_hub, load_from_timm
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, torchvision_knows
 from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint
 from cdc_plugin.checkpoints.weights import build_with_weights
 from cdc_plugin.config.schema import INPUT_FACTS
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import describe, timm_input
 from cdc_plugin.models.backbone import Backbone
 
-# Settings of a model that a run may state; others, as a path of weights to load, are nobody's business here.
+# Settings of a model that are taken from a run; others, such as a path of weights to load, are ignored.
 SETTINGS = (
     *("img_size", "patch_size", "window_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool"),
     *("class_token", "reg_tokens", "no_embed_class", "dynamic_img_size", "strict_img_size", "output_stride"),
@@ -28,7 +28,7 @@ AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict")
 
 
 def stated_arch(checkpoint: Checkpoint) -> str | None:
-    """The timm name that the checkpoint, or a file that timm wrote beside it, states."""
+    """Return the timm name that the checkpoint states, or a file that timm wrote beside it."""
     payload = payload_fields(checkpoint.payload)
     # timm's train.py writes a version and its arguments; a bare "arch" is as often a torchvision name.
     own = payload.get("arch") if {"version", "args"} & set(payload) else None
@@ -39,61 +39,65 @@ def stated_arch(checkpoint: Checkpoint) -> str | None:
 
 
 def knows(name: str) -> bool:
-    """Whether timm has a model of this name; a pretraining tag after a dot does not count."""
+    """Return whether timm has a model of this name; a pretraining tag after a dot is ignored."""
     import timm
 
     return bool(timm.is_model(name.split(".")[0]))
 
 
 def identify(checkpoint: Checkpoint) -> str:
-    """The timm name of a bare state dict: said by the file's name, or the only network that fits."""
+    """Return the timm name of a bare state dict: the one in the file's name, or the only network that fits."""
     for name in _names_in(checkpoint.path.stem):
         if fits(name, checkpoint.state):
             return name
     similar = names_like(checkpoint.state)
-    found = sorted(
+    names = sorted(
         (n for n in similar if fits(n, checkpoint.state)), key=lambda n: settings_changed(n, checkpoint.state)
     )
-    if not found:
+    if not names:
         hint = f" (perhaps of the kind of {', '.join(similar[:4])})" if similar else ""
-        raise CheckpointError(f"cannot tell which timm model {checkpoint.path} is{hint}; pass --arch NAME")
-    kinds = distinct(found, checkpoint.state)
+        raise CheckpointError(
+            f"cannot recognise the timm model of {checkpoint.path}{hint}; pass {option('arch', 'NAME')}"
+        )
+    kinds = find_distinct(names, checkpoint.state)
     if len(kinds) > 1:
         raise CheckpointError(
             f"{checkpoint.path} fits {', '.join(kinds[:4])} by names and shapes, yet they compute "
-            "different features; pass --arch with the one it was trained as"
+            f"different features; pass {option('arch', kinds[0])} or another, the one it was trained as"
         )
-    return found[0]
+    return names[0]
 
 
 def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
-    """A backbone from timm weights; input size, mean and std as the run or the model's settings have them."""
+    """Return a backbone from timm weights, with the input that the run or the model's settings state."""
     checkpoint, branch = _branch(checkpoint, wanted)
     name = wanted.arch or stated_arch(checkpoint) or identify(checkpoint)
-    settings = _stated_settings(checkpoint) if name == stated_arch(checkpoint) else {}
-    spec, state = fitting(name, checkpoint.state, settings) or (
+    settings = _read_settings(checkpoint) if name == stated_arch(checkpoint) else {}
+    spec, state = fit(name, checkpoint.state, settings) or (
         timm_spec(name, checkpoint.state, settings),
         checkpoint.state,
     )
     network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     mean, std, size = _usual_input(name)
-    said = _stated_input(checkpoint)
-    size = _side(spec["kwargs"].get("img_size")) or said.get("input_size", size)
-    why = {key: "stated by the run" if key in said else "timm's settings of this model" for key in INPUT_FACTS} | branch
+    stated = _read_input(checkpoint)
+    size = _side(spec["kwargs"].get("img_size")) or stated.get("input_size", size)
+    why = {
+        key: "stated by the run" if key in stated else "timm's settings of this model" for key in INPUT_FACTS
+    } | branch
     by_positions = "pos_embed" in state
     if by_positions:
-        why["input_size"] = "by its position embeddings"
-    # A run that states its model leaves the rest to timm's settings; bare weights may have been trained otherwise.
-    known = {*said, *(["input_size"] if by_positions else []), *(INPUT_FACTS if stated_arch(checkpoint) else [])}
+        why["input_size"] = "inferred from its position embeddings"
+    # A run that states its model uses timm's settings for the rest; bare weights may have been trained differently.
+    known = {*stated, *(["input_size"] if by_positions else []), *(INPUT_FACTS if stated_arch(checkpoint) else [])}
     inferred = [fact for fact in INPUT_FACTS if fact not in known]
-    backbone = Backbone(network, feature_dim, said.get("mean", mean), said.get("std", std), size, spec, inferred)
+    backbone = Backbone(network, feature_dim, stated.get("mean", mean), stated.get("std", std), size, spec, inferred)
     epoch = payload_fields(checkpoint.payload).get("epoch")
     origin = Origin("timm", describe(spec), epoch if isinstance(epoch, int) else None, why)
     return Loaded(backbone, origin, matched=matched)
 
 
 def load_published(path: str) -> Loaded:
-    """Published weights: ``timm:NAME`` or ``hf-hub:OWNER/NAME``."""
+    """Return a network with published weights: ``timm:NAME`` or ``hf-hub:OWNER/NAME``."""
     if path.startswith("timm:"):
         return load_from_timm(path)
     checkpoint = read_checkpoint(fetch_from_hub(path))
@@ -108,12 +112,12 @@ def _branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[st
     if wanted.branch != "momentum":
         return checkpoint, {"branch": f"the weights as trained; {name} has their average"} if name else {}
     if name is None:
-        raise CheckpointError(f"{checkpoint.path} has no moving average ({' or '.join(AVERAGES)}); leave --branch out")
-    return replace(checkpoint, state=find_state_dict(payload[name], name)), {"branch": f"{name}, as asked"}
+        raise CheckpointError(f"{checkpoint.path} has no moving average; leave out {option('branch', 'momentum')}")
+    return replace(checkpoint, state=find_state_dict(payload[name], name)), {"branch": f"{name}, as requested"}
 
 
-def _stated_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Settings of the model that a training run's arguments or a hub config state."""
+def _read_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the settings of the model that a training run's arguments or a hub config state."""
     payload = payload_fields(checkpoint.payload)
     runs = (payload_fields(payload.get("args")), payload_fields(checkpoint.sidecar.get("args.yaml")))
     config = payload_fields(checkpoint.sidecar.get("config.json"))
@@ -132,8 +136,8 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def _stated_input(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Input size, mean and std where a training run's arguments or a hub config state them."""
+def _read_input(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return input size, mean and std where a training run's arguments or a hub config state them."""
     payload = payload_fields(checkpoint.payload)
     config = payload_fields(checkpoint.sidecar.get("config.json"))
     sources = (
@@ -142,17 +146,17 @@ def _stated_input(checkpoint: Checkpoint) -> dict[str, Any]:
         payload_fields(config.get("pretrained_cfg")),
         config if "architecture" in config else {},  # older ones are flat
     )
-    said: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     for source in sources:
         size = _side(source.get("img_size")) or _side(source.get("input_size"))
-        found: dict[str, Any] = {"mean": three_numbers(source.get("mean")), "std": three_numbers(source.get("std"))}
-        found["input_size"] = size
-        said = {key: value for key, value in found.items() if value} | said
-    return said
+        facts: dict[str, Any] = {name: three_numbers(source.get(name)) for name in ("mean", "std")}
+        facts["input_size"] = size
+        stated = {key: value for key, value in facts.items() if value} | stated
+    return stated
 
 
 def _side(size: Any) -> int | None:
-    """The side of square images that a setting means: a number, or the last of several."""
+    """Return the side of square images that a setting means: a number, or the last of several."""
     last = size[-1] if isinstance(size, (list, tuple)) and size else size
     return last if isinstance(last, int) and last > 0 else None
 
@@ -165,14 +169,14 @@ def _usual_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
 
 
 def three_numbers(value: Any) -> list[float] | None:
-    """Numbers for the three channels; one number stands for all of them, anything else for nothing."""
+    """Return numbers for the three channels; one number stands for all of them, anything else gives None."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(number, (int, float)) for number in value):
         return None
     return [float(number) for number in value] * (3 // len(value)) if len(value) in (1, 3) else None
 
 
 def _names_in(stem: str) -> list[str]:
-    """timm names that occur in a file name as whole words, longest first."""
+    """Return the timm names that occur in a file name as whole words, longest first."""
     import timm
 
     words = [name for name in timm.list_models() if name in stem]

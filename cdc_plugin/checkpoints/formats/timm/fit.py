@@ -1,4 +1,4 @@
-"""Fitting weights to timm models: the settings that the weights tell, older names, and models that look alike."""
+"""Fit weights to timm models: settings that the weights reveal, older names, and models with equal shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IRRELEVANT = ("num_classes", "drop", "training", "dump_patches", "grad_checkpoin
 
 
 def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The spec of a named model, with the settings that the weights tell: patches, image side, registers, pooling.
+    """Return the spec of a named model with the settings that weights reveal: patches, image side, registers, pooling.
 
     Args:
         settings: those that the run states.
@@ -53,22 +53,22 @@ def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any
 
 
 def fits(name: str, state: Mapping[str, Tensor]) -> bool:
-    """Whether a model has exactly these names and shapes, its classifier aside."""
-    return fitting(name, state) is not None
+    """Return whether a model has exactly these names and shapes, apart from its classifier."""
+    return fit(name, state) is not None
 
 
 def settings_changed(name: str, state: Mapping[str, Tensor]) -> int:
-    """How many settings, the image size aside, differ from those that give a model its name."""
+    """Return how many settings, apart from the image size, differ from the model's own."""
     try:
         return len(timm_spec(name, state)["kwargs"].keys() - {"img_size"})
     except UserError:  # no such model can be built
         return sys.maxsize
 
 
-def fitting(
+def fit(
     name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
-    """Spec and weights under timm's present names, if they fit a model strictly."""
+    """Return spec and weights under timm's present names, if they fit a model strictly; else None."""
     try:
         spec = timm_spec(name, state, settings)
         if not compare(_skeleton(spec), state):
@@ -83,30 +83,32 @@ def fitting(
 
 
 def _renamed(spec: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The weights under timm's present names, by timm's own function for older names and authors' releases."""
+    """Return the weights under timm's present names, by timm's own function for older names and authors' releases."""
     import timm
 
     module = sys.modules[timm.model_entrypoint(spec["name"]).__module__]
     rename = getattr(module, "checkpoint_filter_fn", None)
     if rename is None:
         return None
-    # timm knows DINOv2's release by its mask token, which may have been left behind before.
-    given = dict(state) | ({"mask_token": torch.zeros(1)} if "register_tokens" in state else {})
+    # timm recognises DINOv2's release by its mask token, which may have been dropped before.
+    weights = dict(state) | ({"mask_token": torch.zeros(1)} if "register_tokens" in state else {})
     try:
-        found = rename(given, _skeleton(spec))
+        renamed = rename(weights, _skeleton(spec))
     except Exception:  # written for what their authors published, not for any file
         return None
-    # It may resize weights to make them fit; those are not the weights of the file.
+    # It may resize weights to make them fit; those are no longer the weights of the file.
     dropped_tokens = {"pos_embed"} if "register_tokens" in state else set()
-    resized = [k for k, v in found.items() if k in state and k not in dropped_tokens and v.numel() != state[k].numel()]
-    return None if resized else found
+    resized = [
+        k for k, v in renamed.items() if k in state and k not in dropped_tokens and v.numel() != state[k].numel()
+    ]
+    return None if resized else renamed
 
 
-def distinct(names: Sequence[str], state: Mapping[str, Tensor]) -> list[str]:
-    """One name for each way to compute features from the same weights."""
+def find_distinct(names: Sequence[str], state: Mapping[str, Tensor]) -> list[str]:
+    """Return one name for each way to compute features from the same weights."""
     by_construction: dict[Any, str] = {}
     for name in names:
-        spec, _ = fitting(name, state) or (timm_spec(name, state), state)
+        spec, _ = fit(name, state) or (timm_spec(name, state), state)
         by_construction.setdefault(_construction(_skeleton(spec)), name)
     kinds = list(by_construction.values())
     if len(kinds) == 1:
@@ -124,7 +126,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _construction(network: nn.Module) -> tuple[Any, ...]:
-    """All that a network's modules were built with; equal ones compute the same from the same weights."""
+    """Return all settings of a network's modules; networks that agree in them compute the same from equal weights."""
     return tuple(
         (path, type(module).__name__, tuple(sorted((k, str(v)) for k, v in vars(module).items() if _counts(k, v))))
         for path, module in network.named_modules()
@@ -138,7 +140,7 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def _trial(name: str, state: Mapping[str, Tensor]) -> Tensor:
-    spec, weights = fitting(name, state) or (timm_spec(name, state), state)
+    spec, weights = fit(name, state) or (timm_spec(name, state), state)
     network, _ = build(spec)
     load_strictly(network, weights, name)
     size = spec["kwargs"].get("img_size") or timm_input(name.split(".")[0])[2]

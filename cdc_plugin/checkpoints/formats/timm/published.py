@@ -1,4 +1,4 @@
-"""Weights that are published: ``timm:NAME`` for timm's own, ``hf-hub:OWNER/NAME`` for anybody's on the hub."""
+"""Published weights: ``timm:NAME`` for timm's own, ``hf-hub:OWNER/NAME`` for any timm model on the hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import build, describe, timm_features
 from cdc_plugin.models.backbone import Backbone
 
@@ -17,7 +17,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_from_timm(path: str) -> Loaded:
-    """A timm model with the weights that timm publishes for it, downloaded or cached."""
+    """Return a timm model with the weights that timm publishes for it, downloaded or cached."""
     import timm
 
     name = path.removeprefix("timm:")
@@ -30,10 +30,10 @@ def load_from_timm(path: str) -> Loaded:
         )
     offline = CheckpointError(
         f"could not fetch timm's weights for {name!r}; with no network, download the file elsewhere and "
-        f"give its path with --arch {base}"
+        f"give its path with {option('arch', base)}"
     )
     hub_id = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
-    if hub_id and cached_weights(hub_id) is None and not _reachable():
+    if hub_id and find_cached_weights(hub_id) is None and not _reachable():
         raise offline
     try:
         network: Any = timm.create_model(name, pretrained=True, num_classes=0)
@@ -48,13 +48,13 @@ def load_from_timm(path: str) -> Loaded:
 
 
 def fetch_from_hub(path: str) -> Path:
-    """The local copy of a repository's weights, its ``config.json`` beside it; downloaded if it is not cached."""
+    """Return the local copy of a repository's weights, with ``config.json`` beside it; download it if needed."""
     name, _, revision = path.removeprefix("hf-hub:").partition("@")
     if name.count("/") != 1 or not all(name.split("/")):
         raise CheckpointError(f"expected hf-hub:OWNER/NAME, found {path!r}; the hub's page of a model shows both")
-    found = cached_weights(name, revision or None)
-    if found is not None:
-        return found
+    cached = find_cached_weights(name, revision or None)
+    if cached is not None:
+        return cached
     unreachable = CheckpointError(
         f"could not fetch {name!r} from the hub and it is not cached; with no network, download its config.json and "
         "weights into one folder elsewhere and give that folder"
@@ -73,22 +73,22 @@ def fetch_from_hub(path: str) -> Path:
     raise unreachable from problem
 
 
-def cached_weights(hub_id: str, revision: str | None = None) -> Path | None:
-    """Weights of a repository that were downloaded before."""
+def find_cached_weights(hub_id: str, revision: str | None = None) -> Path | None:
+    """Return weights of a repository that were downloaded before; None without them."""
     from huggingface_hub import try_to_load_from_cache
 
     for file in (*WEIGHT_FILES, "open_clip_model.safetensors"):
         try:
-            found = try_to_load_from_cache(hub_id, file, revision=revision)
-        except ValueError:  # the client's word for a name that no repository can have
+            cached = try_to_load_from_cache(hub_id, file, revision=revision)
+        except ValueError:  # a name that no repository can have
             return None
-        if isinstance(found, str):
-            return Path(found)
+        if isinstance(cached, str):
+            return Path(cached)
     return None
 
 
 def _reachable() -> bool:
-    """Whether the hub's host has an address; its client would retry for a minute."""
+    """Return whether the hub's host has an address; its client would retry for a minute."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return False
     if any(variable.lower() == "https_proxy" for variable in os.environ):

@@ -150,7 +150,7 @@ def test_transformer_of_torchvision_of_any_size_has_the_usual_heads(tmp_path):
     network.heads = nn.Identity()
     found = loaded(lightning(tmp_path, backbone=nn.ModuleDict({"vit": network})), network)
     assert "heads" in found.backbone.inferred
-    assert "no weight tells" in found.origin.why["heads"]
+    assert "no weight reveals" in found.origin.why["heads"]
     rebuilt, size = build(found.backbone.spec)
     assert size == 192
     assert rebuilt.state_dict().keys() == found.backbone.module.state_dict().keys()
@@ -236,7 +236,7 @@ def test_damaged_teacher_does_not_make_way_for_its_student(tmp_path, lost):
 def test_resnet_that_lost_a_whole_block_is_refused_but_for_the_users_word(tmp_path):
     network, _ = build(SPEC | {"depths": [2, 2, 1, 2]})
     path = lightning(tmp_path, backbone=network)
-    with pytest.raises(UserError, match=r"\[2, 2, 1, 2\] blocks a stage.*--partial-weights"):
+    with pytest.raises(UserError, match=r"\[2, 2, 1, 2\] blocks per stage.*partial_weights=True"):
         load_checkpoint(path)
     found = load_checkpoint(path, wanted=Wanted(partial=True))
     assert torch.equal(features(found.backbone), features(network))

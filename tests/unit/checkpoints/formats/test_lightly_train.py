@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint
-from cdc_plugin.checkpoints.formats.lightly_train import module_state
+from cdc_plugin.checkpoints.formats.lightly_train import read_module_state
 from cdc_plugin.checkpoints.safe_pickle.names import InertRecord
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build
@@ -91,12 +91,12 @@ def test_whole_model_in_the_record_stands_in_where_the_weights_have_strange_name
     inner.fields = {"_parameters": {"weight": torch.ones(2), "bias": None}, "_buffers": {}, "_modules": {}}
     outer = InertRecord("x.Net")
     outer.fields = {"_parameters": {}, "_buffers": {"mean": torch.zeros(1)}, "_modules": {"fc": inner, "loop": None}}
-    assert list(module_state(outer)) == ["mean", "fc.weight"]
+    assert list(read_module_state(outer)) == ["mean", "fc.weight"]
     outer.fields["_modules"]["loop"] = outer  # a damaged file may do so
-    assert len(module_state(outer)) < 100
+    assert len(read_module_state(outer)) < 100
 
 
 def test_unknown_network_of_lightly_train_is_refused_by_name(tmp_path):
     path = checkpoint(tmp_path / "last.ckpt", embedding_model=wrapped(nn.Conv2d(3, 4, 3), "_model"))
-    with pytest.raises(UserError, match=r"of lightly-train, but holds no network.*--arch"):
+    with pytest.raises(UserError, match=r"of lightly-train, but holds no network.*arch="):
         load_checkpoint(path)
