@@ -1,8 +1,9 @@
-"""Images from any source as one square uint8 array, data sets by name, and the three views of a sample."""
+"""Open images from any source as one square uint8 array, data sets by name, and the three views of a sample."""
 
+from cdc_plugin.data.decode import UnreadableImageError
 from cdc_plugin.data.images import ImageSet, native_size, open_images, storage_size
-from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError
-from cdc_plugin.data.sources.named import NamedDataset, data_root, datasets
+from cdc_plugin.data.sources.base import ImageSource
+from cdc_plugin.data.sources.named import NamedDataset, datasets, find_data_root
 from cdc_plugin.data.views import (
     OPERATIONS,
     Share,
@@ -21,8 +22,8 @@ __all__ = [
     "Share",
     "UnreadableImageError",
     "ViewSettings",
-    "data_root",
     "datasets",
+    "find_data_root",
     "make_views",
     "native_size",
     "open_images",

@@ -1,62 +1,77 @@
-"""The cache folder: decoded images, features and indices that later runs use again.
+"""Keep decoded images, features and indices in a cache folder, where later runs find them.
 
-It is the folder that CDC_CACHE names, else ``cdc-plugin`` in XDG_CACHE_HOME or ~/.cache; ``CDC_CACHE=off`` does
-without. It holds at most CDC_CACHE_GB (20) gigabytes: what was not used for longest goes first. All entries are whole
-or not there, and may be removed at any time: processes that use one have it open.
+It is the folder that CDC_CACHE names, else the one that the system has for caches (``~/.cache/cdc-plugin`` or below
+XDG_CACHE_HOME on Linux); ``CDC_CACHE=off`` does without. It holds at most CDC_CACHE_GB (20) gigabytes: the least
+recently used entries are removed first. All entries are complete or absent, and may be removed at any time: processes
+that use one have it open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import logging
 import math
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+import platformdirs
+from filelock import FileLock, Timeout
 
-from cdc_plugin.data.locks import is_dead, locked
-from cdc_plugin.data.row_file import clear_error, format_bytes, no_room, temporary_beside
-from cdc_plugin.errors import UserError
+from cdc_plugin.data.atomic import DISK_FULL
+from cdc_plugin.errors import ConfigError, OutputError
 
 DEFAULT_GIGABYTES = 20.0
 KINDS = ("images", "features", "index")
-ABANDONED = 24 * 3600  # seconds without a change after which a half-written file of another machine is swept
 
 log = logging.getLogger(__name__)
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
-def cache_folder() -> Path | None:
-    """The cache folder, which need not be there yet; None if caching is off, or impossible, which is logged."""
-    wish = os.environ.get("CDC_CACHE", "").strip()
-    if wish.lower() == "off":
+def compute_digest(parts: Iterable[str | bytes]) -> str:
+    """Return a short hash of a sequence of texts, by which an entry is found again; their borders count.
+
+    >>> compute_digest(["ab", "c"]) == compute_digest(["a", "bc"])
+    False
+    """
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()
+
+
+def find_cache_folder() -> Path | None:
+    """Return the cache folder, which need not exist yet; None if caching is off, or impossible, which is logged."""
+    choice = os.environ.get("CDC_CACHE", "").strip()
+    if choice.lower() == "off":
         return None
     try:
-        above = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(wish).expanduser() if wish else Path(above) / "cdc-plugin"
-        present = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-        if present.is_dir() and os.access(present, os.W_OK | os.X_OK):
+        folder = Path(choice).expanduser() if choice else platformdirs.user_cache_path("cdc-plugin", appauthor=False)
+        if not choice and not folder.is_absolute():
+            raise RuntimeError("there is no home folder")
+        existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+        if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
             return folder
-        reason = f"{present} can not be written"
-    except (OSError, RuntimeError) as error:  # the latter: there is no home
+        reason = f"{existing} cannot be written"
+    except (OSError, RuntimeError) as error:
         reason = str(error)
     _warn_once(f"no cache folder ({reason}); set CDC_CACHE to a folder that can be written")
     return None
 
 
-def scratch_folder() -> Path | None:
-    """Where large files of this process alone go: the cache, else a folder of the system; None if there is neither.
+def find_scratch_folder() -> Path | None:
+    """Return a folder for large files of this process alone: the cache, else one of the system; None without both.
 
-    They are unlinked while they are in use. What killed processes left is swept now.
+    Such files are unlinked while they are in use. Leftovers of killed processes are removed now.
     """
-    folder = cache_folder()
+    folder = find_cache_folder()
     try:
         if folder is None:
             user = os.getuid() if hasattr(os, "getuid") else 0
@@ -65,20 +80,20 @@ def scratch_folder() -> Path | None:
             if hasattr(os, "getuid") and folder.stat().st_uid != user:
                 return None  # somebody else could change what is in it
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
+        remove_leftovers(folder)
     except OSError:
         return None
     return folder
 
 
-def entry(kind: str, key: str, suffix: str) -> Path | None:
-    """Where something of one of the KINDS is kept, whether it is there or not; None if there is no cache."""
+def find_entry(kind: str, key: str, suffix: str = "npy") -> Path | None:
+    """Return the path of an entry of one of the KINDS, whether it exists or not; None if there is no cache."""
     assert kind in KINDS
-    folder = cache_folder()
+    folder = find_cache_folder()
     return None if folder is None else folder / f"{kind}-{key}.{suffix}"
 
 
-def used(path: Path) -> None:
+def mark_used(path: Path) -> None:
     """Mark an entry as used just now, so that others are removed before it."""
     try:
         os.utime(path)
@@ -86,52 +101,78 @@ def used(path: Path) -> None:
         log.debug("%s belongs to somebody else or is gone", path)
 
 
-def made_once(path: Path, find: Callable[[], Found | None], make: Callable[[], Found]) -> Found:
-    """What ``find`` gives; where it gives nothing, one process calls ``make`` and the others wait for it.
+def find_or_make(path: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
+    """Return what ``find`` returns; where that is None, one process calls ``make`` and the others wait for it.
 
     Args:
-        path: of the entry; the lock lies beside it.
+        path: of the entry.
     """
-    found = find()
-    if found is None:
+    entry = find()
+    if entry is None:
+        with lock_entry(path):
+            entry = find()  # another process may have made it meanwhile
+            if entry is None:
+                entry = make()
+    mark_used(path)
+    return entry
+
+
+@contextlib.contextmanager
+def lock_entry(path: Path) -> Iterator[None]:
+    """Hold the lock of an entry, which whoever writes one does; waits for the process that has it.
+
+    Without a lock, on a disk too full for one, two processes do the same work twice and harm nothing.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(_lock_path(path))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise clear_error(error, path) from error
-        with locked(path):
-            found = find()  # another process may have made it meanwhile
-            if found is None:
-                found = make()
-    used(path)
-    return found
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("another process makes %s; waiting for it", path.name)
+            lock.acquire()
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise explain_disk_error(error, path) from error
+        log.debug("no lock (%s)", error)
+        yield
+        return
+    try:
+        _remove_temporary_files(path)
+        yield
+    finally:
+        _release(lock)
 
 
 def make_room(path: Path, size: int) -> None:
-    """Remove what was not used for longest until an entry of ``size`` bytes fits, and what dead processes left.
+    """Remove leftovers of killed processes, and the least recently used entries until one of ``size`` bytes fits.
 
     It has to fit into what the cache may hold and onto the disk.
 
     Raises:
-        UserError: it does not, whatever goes.
+        OutputError: it does not, whatever is removed.
     """
-    limit = _limit()
+    limit = _read_limit()
     if size > limit:
-        raise UserError(
+        raise OutputError(
             f"{path.name} takes {format_bytes(size)}, more than the cache {path.parent} may hold "
             f"({format_bytes(limit)}); "
             f"set CDC_CACHE_GB={math.ceil(size / 1024**3) + 1} if the disk has room, or choose a smaller input size"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent)
+        remove_leftovers(path.parent)
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
-        raise clear_error(error, path, size) from error
-    entries, total = _entries(path.parent)
-    entries.pop(_stem(path.name), None)
+        raise explain_disk_error(error, path, size) from error
+    entries, total = _list_entries(path.parent)
+    entries.pop(path.stem, None)
     if size > free + sum(weight for _, weight, _ in entries.values()):
-        raise no_room(path, size, free)  # before anything is removed in vain
-    for _, weight, files in sorted(entries.values(), key=lambda kept: kept[0]):
+        raise explain_no_room(path, size, free)  # before anything is removed in vain
+    for _, weight, files in sorted(entries.values(), key=lambda entry: entry[0]):
         if total + size <= limit and size <= free:
             break
         try:
@@ -144,52 +185,48 @@ def make_room(path: Path, size: int) -> None:
             free += weight
 
 
-def sweep(folder: Path) -> None:
-    """Remove half-written files and locks of processes that are no more."""
-    for file in folder.iterdir():
-        if file.suffix not in (".part", ".lock") or not _is_ours(file):
-            continue
-        try:
-            age = time.time() - file.stat().st_mtime
-            if is_dead(file) or age > ABANDONED:
-                file.unlink(missing_ok=True)
-        except OSError:
-            continue  # gone already, or somebody else's
+def remove_leftovers(folder: Path) -> None:
+    """Remove half-written files and locks of killed processes: nobody holds the lock of what they belong to."""
+    leftovers = (file.name for file in folder.iterdir() if _is_ours(file.name) and not _is_entry(file.name))
+    # From .NAME.npy.xxxxxxxx or NAME.lock to NAME.
+    for name in {leftover.removeprefix(".").split(".")[0] for leftover in leftovers}:
+        lock = FileLock(_lock_path(folder / name))
+        with contextlib.suppress(Timeout, OSError):  # in use, or somebody else's
+            lock.acquire(timeout=0)
+            _remove_temporary_files(folder / name)
+            _release(lock)
 
 
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` fill a temporary file, and give it its name when it is whole."""
-    temporary = temporary_beside(path)
-    try:
-        write(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def explain_disk_error(error: OSError, path: Path, needed: int = 0) -> OutputError:
+    """Return an error that says why a file cannot be written, and what to do about it.
+
+    Args:
+        needed: bytes that the file takes; 0 where that is not the point.
+    """
+    if error.errno in DISK_FULL:
+        return explain_no_room(path, needed, 0)
+    return OutputError(f"{path} cannot be written ({error.strerror or error}); name another cache folder by CDC_CACHE")
 
 
-def save_arrays(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
-    """Keep small arrays, an index say, if that can be done; whoever asks for them can also do without."""
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-
-    try:
-        make_room(path, sum(array.nbytes for array in arrays.values()))
-        write_whole(path, write)
-    except (OSError, UserError) as error:
-        log.debug("%s is not kept: %s", path, error)
+def explain_no_room(path: Path, needed: int, free: int) -> OutputError:
+    """Return an error that says how much room is missing, and where to find some."""
+    takes = f"{path.name} takes {format_bytes(needed)}" if needed else f"no space is left for {path.name}"
+    return OutputError(
+        f"{takes} in {path.parent}, and {format_bytes(free)} are free there; make room, name a cache folder on another "
+        "disk by CDC_CACHE, or choose a smaller input size"
+    )
 
 
-def load_arrays(path: Path) -> dict[str, NDArray[Any]] | None:
-    """What `save_arrays` kept, or None if it is not there."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except Exception:  # a damaged archive makes NumPy and zipfile raise many kinds of error; it is made again
-        return None
+def format_bytes(size: int) -> str:
+    """Return a number of bytes in a unit that suits it.
+
+    >>> [format_bytes(size) for size in (0, 3000, 83 << 20, 3 << 29)]
+    ['0 bytes', '3 KB', '83 MB', '1.5 GB']
+    """
+    for unit, scale in (("GB", 1024**3), ("MB", 1024**2), ("KB", 1024)):
+        if size >= scale:
+            return f"{size / scale:.{1 if unit == 'GB' else 0}f} {unit}"
+    return f"{size} bytes"
 
 
 @functools.cache
@@ -197,41 +234,60 @@ def _warn_once(text: str) -> None:
     log.warning(text)
 
 
-def _limit() -> int:
-    wish = os.environ.get("CDC_CACHE_GB", "").strip() or str(DEFAULT_GIGABYTES)
+def _read_limit() -> int:
+    text = os.environ.get("CDC_CACHE_GB", "").strip() or str(DEFAULT_GIGABYTES)
     try:
-        size = float(wish)
+        size = float(text)
     except ValueError:
         size = math.nan
     if not (math.isfinite(size) and size >= 0):
-        raise UserError(f"CDC_CACHE_GB is the size of the cache in gigabytes, 20 say; found {wish!r}")
+        raise ConfigError(f"CDC_CACHE_GB is the size of the cache in gigabytes, 20 for example; found {text!r}")
     return int(size * 1024**3)
 
 
-def _entries(folder: Path) -> tuple[dict[str, tuple[float, int, list[Path]]], int]:
-    """Time of last use, bytes and files of every entry, and the bytes of all with those under way."""
+def _list_entries(folder: Path) -> tuple[dict[str, tuple[float, int, list[Path]]], int]:
+    """Return time of last use, bytes and files of every entry, and the bytes of all with those being written.
+
+    Images and the notes beside them are one entry.
+    """
     entries: dict[str, tuple[float, int, list[Path]]] = {}
     total = 0
     for file in folder.iterdir():
-        if not _is_ours(file):
+        if not _is_ours(file.name):
             continue
         try:
             state = file.stat()
         except OSError:
             continue
         total += state.st_size
-        if file.suffix not in (".part", ".lock"):
-            stem = _stem(file.name)
-            time_of_use, weight, files = entries.get(stem, (0.0, 0, []))
-            entries[stem] = (max(time_of_use, state.st_mtime), weight + state.st_size, [*files, file])
+        if _is_entry(file.name):
+            last_use, weight, files = entries.get(file.stem, (0.0, 0, []))
+            entries[file.stem] = (max(last_use, state.st_mtime), weight + state.st_size, [*files, file])
     return entries, total
 
 
-def _is_ours(file: Path) -> bool:
-    """Nothing else is ever removed: the user may have named a folder with other files."""
-    return file.name.startswith(tuple(f"{kind}-" for kind in KINDS))
+def _is_ours(name: str) -> bool:
+    """Whether a file is of this cache; nothing else is ever removed: the user may have named a folder with others."""
+    return name.removeprefix(".").startswith(tuple(f"{kind}-" for kind in KINDS))
 
 
-def _stem(name: str) -> str:
-    """Images and the notes beside them are one entry."""
-    return name.rsplit(".", 1)[0]
+def _is_entry(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(".lock")
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _release(lock: FileLock) -> None:
+    # Unlinked while it is held: who waits for it sees that its file is gone, and makes a new one.
+    with contextlib.suppress(OSError):  # Windows keeps open files
+        os.unlink(lock.lock_file)
+    lock.release()
+
+
+def _remove_temporary_files(path: Path) -> None:
+    """Remove what killed processes left of an entry; see `replace_atomically` for the names."""
+    for file in path.parent.glob(f".{path.stem}.*"):
+        with contextlib.suppress(OSError):
+            file.unlink()

@@ -1,4 +1,4 @@
-"""One image file to 8-bit RGB, whatever its mode, depth and orientation; what can not be read says why."""
+"""Decode image files to 8-bit RGB, whatever their mode, depth and orientation, and make squares of one size of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import os
 from typing import BinaryIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
+from torch.nn import functional as F
 
-from cdc_plugin.data.sources.base import UnreadableImageError
+Pixels = NDArray[np.uint8]
 
-AT_ONCE = 1 << 24  # bytes; smaller files are read in one go, since threads wait for each other at every read
+READ_WHOLE = 1 << 24  # bytes; smaller files are read in one go, since threads wait for each other at every read
 ORIENTATION = 0x0112  # the EXIF tag
 WITH_ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
 
+class UnreadableImageError(Exception):
+    """This one image cannot be used; the text is the reason that is reported."""
+
+
 def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
-    """The first frame of an image file as RGB, upright.
+    """Return the first frame of an image file as RGB, upright.
 
     Args:
         side: the image will be made this small; JPEGs may be decoded at a fraction of their size, never below
@@ -30,24 +36,50 @@ def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
     name = os.path.basename(path)
     try:
         with open(path, "rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size <= AT_ONCE:
+            if os.fstat(file.fileno()).st_size <= READ_WHOLE:
                 return _decode(io.BytesIO(file.readall()), side)
         with open(path, "rb") as file:
             return _decode(file, side)
     except UnreadableImageError:
         raise
     except Exception as error:  # damaged files make the decoders raise nearly every kind of error
-        raise UnreadableImageError(_reason(error).replace(os.fspath(path), name)) from error
+        raise UnreadableImageError(_explain(error).replace(os.fspath(path), name)) from error
 
 
 def decode_bytes(content: bytes, side: int) -> Image.Image:
-    """The same for the bytes of an image file."""
+    """Return the first frame of an image as RGB, upright, from the bytes of its file."""
     try:
         return _decode(io.BytesIO(content), side)
     except UnreadableImageError:
         raise
     except Exception as error:
-        raise UnreadableImageError(_reason(error)) from error
+        raise UnreadableImageError(_explain(error)) from error
+
+
+def square_from_pil(image: Image.Image, side: int) -> Pixels:
+    """Return the centre square of an RGB image, resized with antialiasing to (side, side, 3)."""
+    width, height = image.size
+    if width == height == side:
+        return np.asarray(image)
+    short = min(width, height)
+    left, top = (width - short) // 2, (height - short) // 2
+    # Cropping within the resize keeps a 1 x 10,000 strip from becoming a giant on the way.
+    box = (left, top, left + short, top + short)
+    square = image.resize((side, side), Image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
+    return np.asarray(square)
+
+
+def squares_from_array(images: Pixels, side: int) -> Pixels:
+    """Return the centre squares of (N, H, W, 3) images, resized with antialiasing to (N, side, side, 3)."""
+    height, width = images.shape[1:3]
+    short = min(height, width)
+    top, left = (height - short) // 2, (width - short) // 2
+    cropped = images[:, top : top + short, left : left + short]
+    if short == side:
+        return cropped
+    batch = torch.from_numpy(np.array(cropped)).permute(0, 3, 1, 2)
+    resized = F.interpolate(batch, size=(side, side), mode="bilinear", antialias=True, align_corners=False)
+    return resized.permute(0, 2, 3, 1).numpy()
 
 
 def _decode(file: BinaryIO, side: int) -> Image.Image:
@@ -57,10 +89,10 @@ def _decode(file: BinaryIO, side: int) -> Image.Image:
     with Image.open(file) as image:
         image.draft(None, (2 * side, 2 * side))
         image.load()
-        return to_rgb(_upright(image))
+        return to_rgb(_turn_upright(image))
 
 
-def _reason(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, Image.DecompressionBombError):
         return f"too many pixels to decode safely ({error})"
     if isinstance(error, Image.UnidentifiedImageError):
@@ -69,13 +101,13 @@ def _reason(error: Exception) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode of Pillow to 8-bit RGB; an RGB image is returned as it is.
+    """Convert an image of any mode of Pillow to 8-bit RGB; an RGB image is returned as it is.
 
     Transparent pixels become white: below them lie colours that nobody is meant to see, often black or
     random, and pictures cut out for the web are drawn for a white page.
     """
     if image.mode == "F" or image.mode.startswith("I"):
-        return Image.fromarray(_eight_bit(np.asarray(image))).convert("RGB")
+        return Image.fromarray(_to_eight_bit(np.asarray(image))).convert("RGB")
     if image.mode in WITH_ALPHA or "transparency" in image.info:
         layer = image.convert("RGBA")
         page = Image.new("RGBA", layer.size, "white")
@@ -83,7 +115,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _turn_upright(image: Image.Image) -> Image.Image:
     try:
         if image.getexif().get(ORIENTATION, 1) == 1:
             return image
@@ -92,8 +124,8 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _eight_bit(values: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """Deep grayscale to 8 bits by its range: [0, 1], 8-bit in a wide type, 16-bit, or wider integers."""
+def _to_eight_bit(values: NDArray[np.generic]) -> NDArray[np.uint8]:
+    """Convert deep grayscale to 8 bits by its range: [0, 1], 8-bit in a wide type, 16-bit, or wider integers."""
     numbers = values.astype(np.float64)
     if not np.isfinite(numbers).all():
         raise UnreadableImageError("pixels that are not finite numbers")

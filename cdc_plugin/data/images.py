@@ -1,4 +1,4 @@
-"""Any source of images as one square uint8 array, so that views are computed in batches on the device."""
+"""Open any source of images as one square uint8 array, so that views are computed in batches on the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdc_plugin.data.reading import CHUNK, Progress, Skipped, read_squares
-from cdc_plugin.data.resize import SMALL_SIDE, Pixels, storage_size
-from cdc_plugin.data.row_file import RowFile
-from cdc_plugin.data.sources.base import ImageSource, digest_of, digest_of_array
-from cdc_plugin.data.sources.describe import describe_source, native_size
-from cdc_plugin.data.sources.objects import UNLABELLED
-from cdc_plugin.data.store import read_once
-from cdc_plugin.errors import UserError
+from cdc_plugin.data.cache import compute_digest
+from cdc_plugin.data.decode import Pixels
+from cdc_plugin.data.sources import describe_source, native_size
+from cdc_plugin.data.sources.arrays import digest_array
+from cdc_plugin.data.sources.base import UNLABELLED, ImageSource, spread_evenly
+from cdc_plugin.data.store import CHUNK, Progress, Skipped, read_once, read_squares
+from cdc_plugin.data.views import SMALL_SIDE, storage_size
+from cdc_plugin.errors import ConfigError, DataError
 
 __all__ = [
     "CHUNK",
@@ -27,6 +27,7 @@ __all__ = [
     "Skipped",
     "Survey",
     "describe_source",
+    "digest_image_list",
     "native_size",
     "open_images",
     "read_squares",
@@ -42,15 +43,16 @@ class ImageSet:
     """Images ready for training, and what is known about them.
 
     Args:
-        images: uint8 (N, S, S, 3), in memory or on disk.
+        images: uint8 (N, S, S, 3), in memory or mapped from disk.
         names: path relative to the source folder with forward slashes, or the index as text.
         labels: (N,) int64 for reporting only, or None.
         skipped: name and reason of every image that could not be read; these are not counted in N.
         source: what the images were opened from.
-        digest: short hash that changes when the source changes.
+        digest: short hash that changes when the source changes: with the content of arrays, with name, size and time
+            of change of files, and with which images could not be read.
     """
 
-    images: Pixels | RowFile
+    images: Pixels
     names: list[str]
     labels: NDArray[np.int64] | None = None
     class_names: list[str] | None = None
@@ -62,7 +64,7 @@ class ImageSet:
         return len(self.images)
 
     def batch(self, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """The images at the given indices as uint8 (B, 3, S, S)."""
+        """Return the images at these indices as uint8 (B, 3, S, S), a copy."""
         rows = self.images[np.asarray(indices)]
         return torch.from_numpy(np.asarray(rows)).permute(0, 3, 1, 2)
 
@@ -72,9 +74,9 @@ class Survey:
     """What is known of images before they are read.
 
     Args:
-        count: all images, whether they can be read or not.
+        count: of all images, whether they can be read or not.
         labels: whether they have labels; unknown ones of a Python data set count as none.
-        looked_at: how many were read, and ``skipped``: name and reason of those that could not be.
+        looked_at: how many images were read, and ``skipped``: name and reason of those that could not be.
     """
 
     count: int
@@ -92,23 +94,26 @@ def survey_images(
     root: str | os.PathLike[str] | None = None,
     looks: int = 64,
 ) -> Survey:
-    """How many images there are, and whether some of them, evenly spread, can be read; arguments as in `open_images`.
+    """Count the images, and try to read some of them, evenly spread; arguments as in `open_images`.
 
-    Of a million files it takes seconds, where they are listed in the cache or the disk is fast.
+    Of a million files it takes seconds, where the disk is fast.
+
+    >>> survey_images("digits", 32, looks=8).count
+    1797
     """
     side = storage_size(input_size)
-    known = describe_source(source, side, root)
-    some = known.sample(looks)
+    described = describe_source(source, side, root)
+    sample = described.sample(looks)
     skipped: Skipped = []
     try:
-        for _ in read_squares(some, side, skipped, None):
+        for _ in read_squares(sample, side, skipped, None):
             pass
-    except UserError:
-        if len(some) == len(known) or len(skipped) < len(some):
+    except DataError:
+        if len(sample) == len(described) or len(skipped) < len(sample):
             raise  # but that none of some images can be read does not condemn the source
-    lost = [(some.names[index], reason) for index, reason in skipped]
-    told = labels and known.labels is not None and not (known.labels == UNLABELLED).all()
-    return Survey(len(known), told, known.description, len(some), lost)
+    unreadable = [(sample.names[index], reason) for index, reason in skipped]
+    has_labels = labels and described.labels is not None and not (described.labels == UNLABELLED).all()
+    return Survey(len(described), has_labels, described.description, len(sample), unreadable)
 
 
 def open_images(
@@ -125,8 +130,12 @@ def open_images(
 
     Several processes may open the same images at once: one reads them, the others wait for it.
 
+    >>> images = open_images("digits")
+    >>> len(images), images.batch([0, 1]).shape
+    (1797, torch.Size([2, 3, 32, 32]))
+
     Args:
-        source: the name of a registered data set (a folder of the same name is written ``./name``); the path
+        source: the name of a data set (a folder of the same name is written ``./name``); the path
             of a folder, an image, a .npz, .npy or .parquet file, of tar shards (``shards/*.tar``,
             ``part-{000..009}.tar``) or of a saved Hugging Face data set; ``hf:NAME:SPLIT``; a uint8 array or
             tensor; a map-style torch or Hugging Face data set; a list of paths or PIL images; or an ``ImageSource``.
@@ -141,35 +150,53 @@ def open_images(
     """
     size = _default_size(source) if input_size is None else input_size
     if size < 8:
-        raise UserError(f"the input size is at least 8 pixels; found {size}")
+        raise ConfigError(f"the input size is at least 8 pixels; found {size}")
     side = storage_size(size)
-    known = describe_source(source, side, root)
+    described = describe_source(source, side, root)
     if limit is not None:
-        known = known.sample(limit)
-    images, skipped, read_labels = read_once(known, side, cache, progress)
-    lost = {index for index, _ in skipped}
-    kept = [index for index in range(len(known)) if index not in lost] if lost else None
-    found_labels = read_labels if labels else None
-    if found_labels is not None and kept is not None:
-        found_labels = found_labels[kept]
-    if found_labels is not None and (found_labels == UNLABELLED).any():
-        found_labels = None
+        described = described.sample(limit)
+    pixels, skipped, known_labels = read_once(described, side, cache, progress)
+    names, kept_labels = described.names, known_labels if labels else None
+    if skipped:
+        readable = np.delete(np.arange(len(names)), [index for index, _ in skipped])
+        names = [names[index] for index in readable]
+        kept_labels = None if kept_labels is None else kept_labels[readable]
+    if kept_labels is not None and (kept_labels == UNLABELLED).any():
+        kept_labels = None
     return ImageSet(
-        images=images,
-        names=known.names if kept is None else [known.names[index] for index in kept],
-        labels=found_labels,
-        class_names=known.class_names if found_labels is not None else None,
-        skipped=[(known.names[index], reason) for index, reason in skipped],
-        source=known.description,
-        digest=_digest(known, images, skipped),
+        images=pixels,
+        names=names,
+        labels=kept_labels,
+        class_names=described.class_names if kept_labels is not None else None,
+        skipped=[(described.names[index], reason) for index, reason in skipped],
+        source=described.description,
+        digest=_digest(described, pixels, skipped),
     )
 
 
-def _digest(known: ImageSource, images: Pixels | RowFile, skipped: Skipped) -> str:
-    """Of the images that were read: the same files give others if other ones could not be."""
-    parts = [] if known.exact else [digest_of_array(images)]
+def digest_image_list(images: ImageSet, looks: int = 64) -> str:
+    """Return a short hash of the list of images, by which processes of one run make sure that they see the same ones.
+
+    It covers the names in their order, the size, which images could not be read, and the pixels of some images, evenly
+    spread. Unlike `ImageSet.digest` it does not depend on times of change, which differ between copies of the same
+    files on two machines.
+
+    >>> digits, fewer = open_images("digits"), open_images("digits", limit=100)
+    >>> digest_image_list(digits) == digest_image_list(open_images("digits"))
+    True
+    >>> digest_image_list(digits) == digest_image_list(fewer)
+    False
+    """
+    sample = images.images[spread_evenly(len(images), looks)]
+    skipped = [name for name, _ in images.skipped]
+    return compute_digest([str(images.images.shape), digest_array(sample), str(len(skipped)), *skipped, *images.names])
+
+
+def _digest(described: ImageSource, pixels: Pixels, skipped: Skipped) -> str:
+    """Return the digest of the images that were read: it differs if others of the same files could not be."""
+    parts = [] if described.exact else [digest_array(pixels)]
     parts += [str(index) for index, _ in skipped]
-    return digest_of([known.digest, *parts]) if parts else known.digest
+    return compute_digest([described.digest, *parts]) if parts else described.digest
 
 
 def _default_size(source: Any) -> int:

@@ -1,4 +1,4 @@
-"""Images of any source, chunk by chunk: memory does not grow with their number, and labels are never looked at."""
+"""Read images of any source chunk by chunk: memory does not grow with their number, and labels are never looked at."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdc_plugin.data.images import CHUNK, Skipped, describe_source, read_squares
-from cdc_plugin.data.resize import Pixels, squares_from_array
-from cdc_plugin.data.sources.arrays import as_pixels
+from cdc_plugin.data.decode import Pixels, squares_from_array
+from cdc_plugin.data.sources import describe_source, find_kind
+from cdc_plugin.data.sources.arrays import ArrayRows, read_rows_of_array, read_rows_of_file, split_rows, to_pixels
 from cdc_plugin.data.sources.base import ImageSource
-from cdc_plugin.data.sources.named import datasets
-from cdc_plugin.data.sources.rows import ArrayRows, in_blocks, rows_in_memory, rows_of_file
-from cdc_plugin.errors import UserError
+from cdc_plugin.data.store import CHUNK, Skipped, read_squares
+from cdc_plugin.errors import DataError
 
 
 class Chunk(NamedTuple):
@@ -36,7 +35,7 @@ class ImageStream:
 
     Args:
         side: of the squares they are read as.
-        unreadable: place and reason of every image that could not be read; whole after the last chunk.
+        unreadable: place and reason of every image that could not be read; complete after the last chunk.
     """
 
     source: ImageSource | ArrayRows
@@ -44,7 +43,7 @@ class ImageStream:
     unreadable: Skipped = field(default_factory=list)
 
     def __len__(self) -> int:
-        """All images, whether they can be read or not."""
+        """Count all images, whether they can be read or not."""
         return len(self.source)
 
     @property
@@ -53,11 +52,11 @@ class ImageStream:
 
     @property
     def skipped(self) -> list[tuple[str, str]]:
-        """Name and reason of what could not be read."""
+        """Return name and reason of every image that could not be read."""
         return [(self.source.names[place], reason) for place, reason in self.unreadable]
 
     def chunks(self, size: int = CHUNK, pieces: Sequence[range] | None = None) -> Iterator[Chunk]:
-        """The readable images in order, ``size`` at once; the next chunk is read while this one is used.
+        """Yield the readable images in order, ``size`` at once; the next chunk is read while this one is used.
 
         Args:
             pieces: rising ranges of places to read, not empty; no chunk spans two of them. None is all images.
@@ -65,13 +64,13 @@ class ImageStream:
         self.unreadable.clear()
         pieces = [range(len(self))] if pieces is None else pieces
         if isinstance(self.source, ArrayRows):
-            return _one_ahead(self._array_chunks(self.source, size, pieces))
+            return _read_ahead(self._array_chunks(self.source, size, pieces))
         chunks = self._image_chunks(self.source, size, pieces)
         # A reader that is not known to be thread-safe stays in the thread of the caller.
-        return chunks if self.source.workers == 1 else _one_ahead(chunks)
+        return chunks if self.source.workers == 1 else _read_ahead(chunks)
 
     def read(self, places: Sequence[int] | NDArray[np.int64]) -> tuple[Pixels, list[tuple[str, str]]]:
-        """Squares (n, side, side, 3) of a few images in the order asked for, and those that could not be read."""
+        """Return squares (n, side, side, 3) of a few images in this order, and name and reason of the others."""
         wanted = np.asarray(places, dtype=np.int64)
         if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"{self.description} has images 0 to {len(self) - 1}, asked for {wanted.tolist()[:5]}")
@@ -79,21 +78,21 @@ class ImageStream:
         if isinstance(self.source, ImageSource):
             return _read_some(self.source, wanted, squares) if len(wanted) else (squares, [])
         start = 0
-        for block in self.source.blocks(in_blocks(range(len(self)), CHUNK)):
+        for block in self.source.blocks(split_rows(range(len(self)), CHUNK)):
             inside = np.flatnonzero((wanted >= start) & (wanted < start + len(block)))
             if len(inside):
-                squares[inside] = self._squared(block[wanted[inside] - start])
+                squares[inside] = self._make_squares(block[wanted[inside] - start])
             start += len(block)
         return squares, []
 
     def _array_chunks(self, rows: ArrayRows, size: int, pieces: Sequence[range]) -> Iterator[Chunk]:
-        ranges = [block for piece in pieces for block in in_blocks(piece, size)]
+        ranges = [block for piece in pieces for block in split_rows(piece, size)]
         for places, block in zip(ranges, rows.blocks(ranges), strict=True):
             names = rows.names[places.start : places.stop]
-            yield Chunk(names, np.array(places, dtype=np.int64), np.array(self._squared(block)))
+            yield Chunk(names, np.array(places, dtype=np.int64), np.array(self._make_squares(block)))
 
-    def _squared(self, block: NDArray[Any]) -> Pixels:
-        return squares_from_array(as_pixels(block, self.description), self.side)
+    def _make_squares(self, block: NDArray[Any]) -> Pixels:
+        return squares_from_array(to_pixels(block, self.description), self.side)
 
     def _image_chunks(self, source: ImageSource, size: int, pieces: Sequence[range]) -> Iterator[Chunk]:
         wanted = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
@@ -114,80 +113,83 @@ class ImageStream:
             yield self._chunk(source, places, squares)
 
     def _read(self, source: ImageSource, wanted: NDArray[np.int64], lost: Skipped) -> Iterator[Pixels]:
-        """Squares of some images; what is lost is told by its place among them, and all the same as `unreadable`."""
-        known = 0
+        """Yield squares of some images; the others are appended to ``lost`` by their place among these."""
+        reported = 0
         try:
-            for square in read_squares(_some(source, wanted), self.side, lost, None):
-                self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[known:])
-                known = len(lost)
+            for square in read_squares(_choose(source, wanted), self.side, lost, None):
+                self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[reported:])
+                reported = len(lost)
                 yield square
-        except UserError:
+        except DataError:
             if len(lost) < len(wanted) or len(wanted) == len(source):
                 raise  # but that none of some images can be read does not condemn the source
-        self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[known:])
+        self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[reported:])
 
     def _chunk(self, source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:
         return Chunk([source.names[place] for place in places], np.array(places), np.concatenate(squares))
 
 
 def open_stream(source: Any, side: int) -> ImageStream:
-    """Look at a source of any kind that ``open_images`` takes, and read nothing of it yet but its names."""
-    rows = _array_rows(source)
+    """Open a source of any kind that ``open_images`` takes, and read nothing of it yet but its names.
+
+    >>> stream = open_stream("digits", 32)
+    >>> [len(chunk.names) for chunk in stream.chunks(1000)]
+    [1000, 797]
+    """
+    rows = _find_array_rows(source)
     if rows is None:
-        known = describe_source(source, side, None)
-        if callable(known.content):
-            return ImageStream(known, side)
-        rows = rows_in_memory(known.content, known.description, known.names)
-    # Layouts that are no images are told here, before anything is computed.
-    as_pixels(next(rows.blocks(in_blocks(range(len(rows)), 1)), np.empty(rows.shape, rows.dtype)), rows.description)
+        described = describe_source(source, side, None)
+        if callable(described.content):
+            return ImageStream(described, side)
+        rows = read_rows_of_array(described.content, described.description, described.names)
+    # Layouts that are no images are refused here, before anything is computed.
+    to_pixels(next(rows.blocks(split_rows(range(len(rows)), 1)), np.empty(rows.shape, rows.dtype)), rows.description)
     return ImageStream(rows, side)
 
 
 def read_images(source: Any, side: int, places: Sequence[int] | NDArray[np.int64]) -> Pixels:
-    """Squares (n, side, side, 3) of some images of a source, in the order asked for; for a few images only."""
+    """Return squares (n, side, side, 3) of a few images of a source, in the order asked for."""
     squares, skipped = open_stream(source, side).read(places)
     if skipped:
-        raise UserError(f"cannot read {skipped[0][0]}: {skipped[0][1]}")
+        raise DataError(f"cannot read {skipped[0][0]}: {skipped[0][1]}")
     return squares
 
 
-def _array_rows(source: Any) -> ArrayRows | None:
-    """Arrays and array files, as stored; None for anything else."""
+def _find_array_rows(source: Any) -> ArrayRows | None:
+    """Return arrays and array files as they are stored; None for anything else."""
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
-        return rows_in_memory(source, "array")
-    if isinstance(source, str | os.PathLike) and source not in datasets:
-        path = Path(source).expanduser()
-        if path.suffix.lower() in (".npz", ".npy") and path.is_file():
-            return rows_of_file(path)
+        return read_rows_of_array(source, "array")
+    if isinstance(source, str | os.PathLike) and find_kind(source) == "array":
+        return read_rows_of_file(Path(source).expanduser())
     return None
 
 
 def _read_some(source: ImageSource, places: NDArray[np.int64], squares: Pixels) -> tuple[Pixels, list[tuple[str, str]]]:
-    """Fill the squares with the readable ones of the images; returns those, and the others with the reason."""
+    """Fill the squares with the readable ones of the images; return those, and the others with the reason."""
     unreadable = Skipped()
     count = 0
     try:
-        for square in read_squares(_some(source, places), squares.shape[1], unreadable, None):
+        for square in read_squares(_choose(source, places), squares.shape[1], unreadable, None):
             squares[count] = square[0]
             count += 1
-    except UserError:
+    except DataError:
         if len(unreadable) < len(places):  # that none of these few can be read does not condemn the source
             raise
     return squares[:count], [(source.names[places[index]], reason) for index, reason in unreadable]
 
 
-def _some(source: ImageSource, places: NDArray[np.int64]) -> ImageSource:
-    """The images at the given places; only these are read."""
+def _choose(source: ImageSource, places: NDArray[np.int64]) -> ImageSource:
+    """Return a source of the images at these places; only these are read."""
     read = source.content
     assert callable(read)
     names = [source.names[place] for place in places]
     return replace(source, content=lambda index: read(int(places[index])), names=names, labels=None)
 
 
-def _one_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The same chunks; a thread makes the next one while the caller has the last."""
+def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Yield the same chunks; a thread makes the next one while the caller has the last."""
     with ThreadPoolExecutor(1, "read-ahead") as reader:
         ahead = reader.submit(next, chunks, None)
         while (chunk := ahead.result()) is not None:

@@ -21,9 +21,10 @@ import torch
 
 from cdc_plugin import __version__
 from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.images import CHUNK, Progress
-from cdc_plugin.data.sources.base import ImageSource, digest_of
-from cdc_plugin.data.sources.rows import in_blocks
+from cdc_plugin.data.sources.arrays import split_rows
+from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.data.stream import ImageStream
 from cdc_plugin.errors import OutputError, UserError
 from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor
@@ -49,7 +50,7 @@ def predict_in_parts(
     Returns:
         The prediction in the main process, None in the others.
     """
-    ranges = list(in_blocks(range(len(predictor.stream)), PART))
+    ranges = list(split_rows(range(len(predictor.stream)), PART))
     if len(ranges) == 1:
         return predictor.collect(list(predictor.predict_parts(ranges, progress))) if distributed.main else None
     parts = PartFolder(folder, len(ranges), describe_inputs(predictor))
@@ -100,7 +101,7 @@ class PartFolder:
         return (self.load(number) for number in range(self.count))
 
     def file(self, number: int) -> Path:
-        digest = digest_of([json.dumps(self.inputs, sort_keys=True)])
+        digest = compute_digest([json.dumps(self.inputs, sort_keys=True)])
         return self.path / f"{number:06d}-{digest}.npz"
 
     def resume(self) -> list[int]:
@@ -202,7 +203,7 @@ def _hash_model(model: Clusterer) -> str:
             yield name
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
-    return digest_of(describe())
+    return compute_digest(describe())
 
 
 def _hash_data(stream: ImageStream) -> str:
@@ -212,6 +213,6 @@ def _hash_data(stream: ImageStream) -> str:
     path = Path(source.description)
     if path.suffix.lower() in (".npy", ".npz") and path.is_file():
         state = path.stat()
-        return digest_of([str(source.shape), str(state.st_size), str(state.st_mtime_ns)])
-    blocks = source.blocks(in_blocks(range(len(source)), CHUNK))
-    return digest_of(np.ascontiguousarray(block).tobytes() for block in blocks)
+        return compute_digest([str(source.shape), str(state.st_size), str(state.st_mtime_ns)])
+    blocks = source.blocks(split_rows(range(len(source)), CHUNK))
+    return compute_digest(np.ascontiguousarray(block).tobytes() for block in blocks)

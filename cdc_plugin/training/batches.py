@@ -11,7 +11,6 @@ from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_bat
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.distributed import plan_shards
@@ -100,9 +99,7 @@ def view_features(settings: ResolvedConfig, backbone: Backbone, images: ImageSet
         yield runtime.distributed.gather(features, plan.owned).cpu()
 
 
-def cached_view_features(
-    settings: ResolvedConfig, backbone: Backbone, images: ImageSet, runtime: Runtime
-) -> Tensor | RowFile:
+def cached_view_features(settings: ResolvedConfig, backbone: Backbone, images: ImageSet, runtime: Runtime) -> Tensor:
     """Return the rows of `view_features`: all processes compute them, the main one keeps and has them."""
     distributed = runtime.distributed
     shape = (len(images), 1 + 2 * settings.frozen_views, backbone.feature_dim)
@@ -118,13 +115,13 @@ def cached_view_features(
     return torch.empty(0, *shape[1:])
 
 
-def cached_views(rows: Tensor | RowFile, device: torch.device) -> MakeViews:
+def cached_views(rows: Tensor, device: torch.device) -> MakeViews:
     """Return a function that draws views from the rows (N, 1 + 2 views, D) of `view_features`."""
     count = (rows.shape[1] - 1) // 2
 
     def pick(chosen: Tensor, randomness: torch.Generator) -> Views:
         which = torch.randint(count, (2, len(chosen)), generator=randomness)
-        views = rows[chosen] if isinstance(rows, Tensor) else torch.from_numpy(rows[chosen.numpy()])
+        views = rows[chosen]
         each = torch.arange(len(chosen))
         triple = (views[:, 0], views[each, 1 + which[0]], views[each, 1 + count + which[1]])
         plain, weak, strong = (view.to(device) for view in triple)

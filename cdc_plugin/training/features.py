@@ -19,10 +19,17 @@ from torch import Tensor, nn
 
 from cdc_plugin.core.kmeans import kmeans, lloyd_blocks, nearest
 from cdc_plugin.core.prototypes import STARTS, standardize_rows
-from cdc_plugin.data.cache import cache_folder, entry, make_room, scratch_folder, used
+from cdc_plugin.data.cache import (
+    compute_digest,
+    find_cache_folder,
+    find_entry,
+    find_scratch_folder,
+    lock_entry,
+    make_room,
+    mark_used,
+)
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.row_file import RowFile, RowWriter, open_whole
-from cdc_plugin.data.sources.base import digest_of
+from cdc_plugin.data.store import open_rows, write_private_rows, write_rows
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
@@ -35,68 +42,55 @@ IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does 
 SAMPLE, SAMPLE_A_CLUSTER = 20_000, 50
 
 
-def find_rows(key: str | None, shape: tuple[int, ...]) -> Tensor | RowFile | None:
-    """Rows of this shape that were kept under this key, or None."""
-    path = None if key is None else entry("features", key, "f32")
-    found = None if path is None else open_whole(path, shape, np.float32)
-    if path is None or found is None:
+def find_rows(key: str | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the rows of this shape that were kept under this key, on disk; None if there are none."""
+    path = None if key is None else find_entry("features", key)
+    rows = None if path is None else open_rows(path, shape, np.float32)
+    if path is None or rows is None:
         return None
-    used(path)
-    return torch.from_numpy(found[:]) if _bytes(shape) <= IN_MEMORY else found
+    mark_used(path)
+    return torch.from_numpy(rows)
 
 
-def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor | RowFile:
-    """Rows of this shape that come part by part: few in memory, many in a file of the cache.
+def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor:
+    """Keep rows of this shape that come part by part: few in memory, many in a file, which is mapped.
 
     Args:
         key: by which `find_rows` finds them again; None where nobody will ask.
     """
-    path = None if key is None else entry("features", key, "f32")
-    if _bytes(shape) <= IN_MEMORY:
-        rows = _together(shape, parts)
+    size = 4 * prod(shape)
+    path = None if key is None else find_entry("features", key)
+    if size <= IN_MEMORY:
+        rows = _concatenate(shape, parts)
         if path is not None:
-            with contextlib.suppress(UserError):  # a full disk, say; they are at hand all the same
-                make_room(path, _bytes(shape))
+            with contextlib.suppress(UserError):  # a full disk, for example; they are at hand all the same
                 _write(path, shape, [rows])
         return rows
     if path is not None:
-        make_room(path, _bytes(shape))
-        _write(path, shape, parts)
-        return RowFile(path, shape, np.float32)
+        return _write(path, shape, parts)
     # Of use to this process only: the file is gone when the process ends, however it ends.
-    folder = scratch_folder()
+    folder = find_scratch_folder()
     if folder is None:
-        return _together(shape, parts)
-    path = folder / f"features-{uuid.uuid4().hex[:16]}.f32"
-    if folder == cache_folder():
-        make_room(path, _bytes(shape))
-    _write(path, shape, parts)
-    found = RowFile(path, shape, np.float32)
-    with contextlib.suppress(OSError):  # Windows keeps it until the cache is full
-        path.unlink()
-    return found
+        return _concatenate(shape, parts)
+    path = folder / f"features-{uuid.uuid4().hex[:16]}.npy"
+    if folder == find_cache_folder():
+        make_room(path, size)
+    return torch.from_numpy(write_private_rows(path, (part.numpy() for part in parts), shape, np.float32))
 
 
-def _together(shape: tuple[int, ...], parts: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-    """All rows; never twice in memory."""
-    whole, first = torch.empty(shape, dtype=dtype), 0
+def _concatenate(shape: tuple[int, ...], parts: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return all rows; they are never twice in memory."""
+    rows, first = torch.empty(shape, dtype=dtype), 0
     for part in parts:
-        whole[first : first + len(part)] = part
+        rows[first : first + len(part)] = part
         first += len(part)
-    return whole
+    return rows
 
 
-def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> None:
-    with RowWriter(path, shape[0], shape[1:], np.float32) as writer:
-        first = 0
-        for part in parts:
-            writer.put(first, part.numpy())
-            first += len(part)
-        writer.finish()
-
-
-def _bytes(shape: tuple[int, ...]) -> int:
-    return 4 * prod(shape)
+def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor:
+    make_room(path, 4 * prod(shape))
+    with lock_entry(path):
+        return torch.from_numpy(write_rows(path, (part.numpy() for part in parts), shape, np.float32))
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class Features:
         count: N.
     """
 
-    own: Tensor | RowFile
+    own: Tensor
     count: int
     distributed: Distributed = SINGLE
 
@@ -118,15 +112,14 @@ class Features:
     def blocks(self) -> Iterator[Tensor]:
         """This process's features, block by block; at least one, which is empty where it has no image."""
         for start in range(0, max(1, len(self.own)), BLOCK):
-            rows = self.own[start : start + BLOCK]
-            yield rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
+            yield self.own[start : start + BLOCK]
 
     def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:
         """What ``work`` makes of every row, (N, ...), from blocks of this process and all others."""
         done = (work(block).cpu() for block in self.blocks())
         start = next(done)
         # Put in place at once: small tensors that are kept between large ones would leave holes in memory.
-        whole = _together((len(self.own), *start.shape[1:]), chain([start], done), start.dtype)
+        whole = _concatenate((len(self.own), *start.shape[1:]), chain([start], done), start.dtype)
         return self.distributed.gather(whole, self.distributed.shards_of(self.count))
 
     def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -138,8 +131,7 @@ class Features:
         shares = self.distributed.shards_of(self.count)
         owned = [torch.isin(chosen, share, assume_unique=True).nonzero().flatten() for share in shares]
         first = sum(map(len, shares[: self.distributed.rank]))
-        rows = self.own[(chosen[owned[self.distributed.rank]] - first).numpy()]
-        own = rows if isinstance(rows, Tensor) else torch.from_numpy(rows)
+        own = self.own[chosen[owned[self.distributed.rank]] - first]
         return self.distributed.gather(own, owned), chosen
 
 
@@ -178,7 +170,7 @@ def features_key(backbone: Backbone, images: ImageSet, runtime: Runtime, more: s
     facts = f"{backbone.mean.tolist()} {backbone.std.tolist()} {backbone.input_size} {backbone.spec}"
     how = f"{runtime.device.type} {runtime.precision} {len(images)} {more}"
     state = backbone.module.state_dict()
-    return digest_of([facts, how, images.digest, *state, *(_tensor_bytes(tensor) for tensor in state.values())])
+    return compute_digest([facts, how, images.digest, *state, *(_tensor_bytes(tensor) for tensor in state.values())])
 
 
 def _tensor_bytes(tensor: Tensor) -> bytes:

@@ -1,0 +1,208 @@
+"""Find out what kind of source the user named: a data set, a folder, files, shards, arrays or Python objects."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from cdc_plugin.data.decode import UnreadableImageError
+from cdc_plugin.data.sources.arrays import describe_array, describe_array_file, read_image_size, to_pixels
+from cdc_plugin.data.sources.base import ACCEPTED, ImageSource, is_image_name, spread_evenly
+from cdc_plugin.data.sources.folder import describe_files, describe_folder, find_uniform_side, list_images
+from cdc_plugin.data.sources.hugging_face import (
+    HUB,
+    describe_hub_dataset,
+    describe_hugging_face,
+    describe_parquet,
+    describe_saved_dataset,
+)
+from cdc_plugin.data.sources.named import datasets, find_data_root
+from cdc_plugin.data.sources.objects import describe_dataset, describe_image_list, is_dataset, read_item_size
+from cdc_plugin.data.sources.shards import COMPRESSED, describe_shards
+from cdc_plugin.data.views import SMALL_SIDE
+from cdc_plugin.errors import DataError
+
+LOOKS = 16
+PATHS = (
+    "a folder of images, a .npz, .npy or .parquet file, tar shards ('shards/*.tar', 'part-{000..009}.tar'), "
+    "a folder that datasets' save_to_disk wrote, hf:NAME:SPLIT"
+)
+SAVED = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})  # files that save_to_disk writes
+
+Kind = Literal["array", "named", "hub", "shards", "saved", "parquet", "folder", "image"]
+
+
+def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
+    """Return what is known of a source of any kind, without reading more than that takes.
+
+    Args:
+        side: that images are kept at.
+        root: folder of data sets that are known by name.
+
+    >>> len(describe_source(np.zeros((5, 8, 8, 3), np.uint8), 8, None))
+    5
+    """
+    if isinstance(source, ImageSource):
+        return source
+    if isinstance(source, str | os.PathLike):
+        return _describe_path(source, side, root)
+    if isinstance(source, np.ndarray | torch.Tensor):
+        return describe_array(source)
+    if isinstance(source, list | tuple) and source:
+        if all(isinstance(entry, str | os.PathLike) for entry in source):
+            return describe_files(source, side, f"{len(source)} files")
+        if all(isinstance(entry, Image.Image) for entry in source):
+            return describe_image_list(source)
+    if _is_hugging_face(source):
+        return describe_hugging_face(source, side)
+    if is_dataset(source) and not isinstance(source, dict):
+        return describe_dataset(source)
+    raise DataError(
+        f"expected {PATHS}, the name of a data set, an array or tensor, a list of paths or images, or a data set "
+        f"with __len__ and __getitem__; found {type(source).__name__}"
+    )
+
+
+def native_size(source: Any) -> int | None:
+    """Return the side of the images if they are squares of one size, as far as a cheap look can tell; else None.
+
+    >>> native_size(np.zeros((5, 8, 8, 3), np.uint8))
+    8
+    """
+    if isinstance(source, ImageSource):
+        return None if callable(source.content) else _check_square(source.content.shape[1:3])
+    if isinstance(source, str | os.PathLike):
+        return _native_size_of_path(source)
+    if isinstance(source, np.ndarray | torch.Tensor):
+        return _check_square(to_pixels(source[:1], "array").shape[1:3])
+    if isinstance(source, list | tuple) and source and all(isinstance(entry, str | Path) for entry in source):
+        return find_uniform_side(source)
+    if _is_hugging_face(source):
+        return _look_at_images(describe_hugging_face(source, SMALL_SIDE))
+    if is_dataset(source) and len(source) > 0:
+        first, last = read_item_size(source[0]), read_item_size(source[len(source) - 1])
+        return _check_square(first) if first == last else None
+    return None
+
+
+def has_files(source: str | os.PathLike[str]) -> bool:
+    """Whether images have files of their own: not those of arrays, shards, tables and data sets known by name."""
+    return find_kind(source) in ("folder", "image", None)
+
+
+def find_kind(source: str | os.PathLike[str]) -> Kind | None:
+    """Return which kind of source a path or a name is; None for a path that is absent or of no known kind.
+
+    >>> find_kind("digits"), find_kind("hf:ylecun/mnist:train"), find_kind("shards/{000..009}.tar")
+    ('named', 'hub', 'shards')
+    """
+    text, path = os.fspath(source), Path(source).expanduser()
+    if path.suffix.lower() in (".npz", ".npy") and path.is_file():
+        return "array"
+    if isinstance(source, str) and source in datasets:  # before a folder of that name
+        return "named"
+    if text.startswith(HUB):
+        return "hub"
+    if path.is_dir():
+        return _find_kind_of_folder(path)
+    name = text.lower()
+    if name.endswith(".tar") or (name.endswith(COMPRESSED) and (path.is_file() or "{" in name or "*" in name)):
+        return "shards"
+    if not path.is_file():
+        return None
+    if path.suffix.lower() == ".parquet":
+        return "parquet"
+    return "image" if is_image_name(path.name) else None
+
+
+def _find_kind_of_folder(path: Path) -> Kind:
+    """Return what a folder holds at its top: shards or tables alone, a saved data set, else images."""
+    try:
+        with os.scandir(path) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError:
+        return "folder"
+    names = {entry.name for entry in shown}
+    if any(saved <= names for saved in SAVED):
+        return "saved"
+    if not any(is_image_name(name) for name in names):
+        if any(name.lower().endswith(".tar") for name in names) and not any(entry.is_dir() for entry in shown):
+            return "shards"
+        if any(name.lower().endswith(".parquet") for name in names):
+            return "parquet"
+    return "folder"
+
+
+def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.PathLike[str] | None) -> ImageSource:
+    kind, text, path = find_kind(source), os.fspath(source), Path(source).expanduser()
+    if kind == "array":
+        return describe_array_file(path)
+    if kind == "named":
+        return datasets.get(text).load(find_data_root(root), side)
+    if kind == "folder":
+        return describe_folder(path, side)
+    if kind == "image":
+        return describe_files([path], side, str(path), [path.name])
+    packed = _describe_packed(kind, text, side)
+    if packed is not None:
+        return packed
+    if not path.exists():
+        raise DataError(
+            f"nothing at {source}; expected {PATHS}, or one of the data sets {', '.join(datasets.names())}; "
+            "check the path"
+        )
+    raise DataError(
+        f"{path} is of no known kind: expected {PATHS}, or an image ({ACCEPTED}); unpack archives that are no shards"
+    )
+
+
+def _describe_packed(kind: Kind | None, source: str, side: int) -> ImageSource | None:
+    """Return a source of images that lie in larger files; None for any other kind."""
+    if kind == "hub":
+        return describe_hub_dataset(source, side)
+    if kind == "shards":
+        return describe_shards(source, side)
+    if kind == "saved":
+        return describe_saved_dataset(Path(source).expanduser(), side)
+    if kind == "parquet":
+        return describe_parquet(source, side)
+    return None
+
+
+def _native_size_of_path(source: str | os.PathLike[str]) -> int | None:
+    kind, text, path = find_kind(source), os.fspath(source), Path(source).expanduser()
+    if kind == "named":
+        return datasets.get(text).native_size
+    if kind == "array":
+        return _check_square(read_image_size(path))
+    if kind == "folder":
+        return find_uniform_side(list_images(path), folder=str(path))
+    packed = _describe_packed(kind, text, SMALL_SIDE)
+    return find_uniform_side([path]) if packed is None else _look_at_images(packed)
+
+
+def _look_at_images(source: ImageSource) -> int | None:
+    """Return the side, if a few images are squares of one size; JPEGs may be seen smaller, but not as small ones."""
+    assert callable(source.content)
+    sizes = set()
+    for place in spread_evenly(len(source), LOOKS):
+        try:
+            sizes.add(source.content(place).size)
+        except UnreadableImageError:
+            continue
+    return _check_square(sizes.pop()) if len(sizes) == 1 else None
+
+
+def _check_square(size: tuple[int, ...]) -> int | None:
+    return size[0] if size[0] == size[1] else None
+
+
+def _is_hugging_face(source: object) -> bool:
+    """Whether this is an object of the package ``datasets``, of whatever kind."""
+    return "datasets" in sys.modules and type(source).__module__.split(".")[0] == "datasets"

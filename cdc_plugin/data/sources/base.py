@@ -1,8 +1,8 @@
-"""What every kind of source becomes before its images are read: a count, a reader, names and labels."""
+"""Describe images before they are read: a count, a reader, names and labels, whatever kind of source they come from."""
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from cdc_plugin.data.row_file import RowFile
-
-WHOLE_HASH_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+ACCEPTED = ", ".join(extension[1:] for extension in EXTENSIONS)
+WORKERS = min(8, (os.cpu_count() or 1) + 1)  # threads that read images
+LOG_INTERVAL = 10.0  # seconds after which a listing logs how many images it has found
+UNLABELLED = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,9 @@ class ImageSource:
     """Images that are known but not read yet.
 
     Args:
-        content: uint8 (N, H, W, 3) in memory or on disk, or a function from index to an RGB image. The function
-            raises ``UnreadableImageError`` for an image to be skipped.
-        names: one name an image.
+        content: uint8 (N, H, W, 3) in memory or mapped from disk, or a function from index to an RGB image. The
+            function raises ``UnreadableImageError`` for an image to be skipped.
+        names: one name per image.
         labels: (N,) int64, or None; a reader may fill them in while it reads.
         digest: changes when the images change.
         description: what to call the source in messages.
@@ -31,7 +33,7 @@ class ImageSource:
             from the cache that all runs share, and gets another digest when it is read.
     """
 
-    content: NDArray[np.uint8] | RowFile | Callable[[int], Image.Image]
+    content: NDArray[np.uint8] | Callable[[int], Image.Image]
     names: list[str]
     labels: NDArray[np.int64] | None
     class_names: list[str] | None
@@ -44,7 +46,7 @@ class ImageSource:
         return len(self.names)
 
     def sample(self, count: int) -> ImageSource:
-        """At most ``count`` of the images, evenly spread; only these are ever read."""
+        """Return at most ``count`` of the images, evenly spread; only these are ever read."""
         if len(self) <= count:
             return self
         chosen = np.linspace(0, len(self) - 1, count).astype(np.int64)
@@ -58,37 +60,35 @@ class ImageSource:
         )
 
 
-class UnreadableImageError(Exception):
-    """This one image can not be used; the text is the reason that is reported."""
+def is_image_name(name: str) -> bool:
+    """Whether a file is taken for an image."""
+    return name.lower().endswith(EXTENSIONS)
 
 
-def digest_of(parts: Iterable[str | bytes]) -> str:
-    """Short hash of a sequence of texts; their borders count."""
-    state = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little"))
-        state.update(data)
-    return state.hexdigest()
+def read_state(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return size and time of change in ns of a file; (-1, -1) for one that is absent."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return -1, -1
+    return state.st_size, state.st_mtime_ns
 
 
-def digest_of_array(images: NDArray[np.uint8] | RowFile, step: int = 1) -> str:
-    """Short hash of shape and content, or of every k-th row and the last."""
-    chunk = 1024 * step
-    state = hashlib.blake2b(repr(images.shape).encode(), digest_size=8)
-    for start in range(0, len(images), chunk):
-        state.update(np.ascontiguousarray(images[start : start + chunk : step]).data)
-    state.update(np.ascontiguousarray(images[-1:]).data)
-    return state.hexdigest()
+def spread_evenly(count: int, looks: int) -> list[int]:
+    """Return at most ``looks`` of ``count`` places, evenly spread, first and last among them.
 
-
-def spread(count: int, looks: int) -> list[int]:
-    """At most ``looks`` of ``count`` places, evenly spread, first and last among them."""
+    >>> spread_evenly(9, 3), spread_evenly(2, 3)
+    ([0, 4, 8], [0, 1])
+    """
     return sorted({round(place) for place in np.linspace(0, count - 1, min(looks, count))})
 
 
-def labels_by_class(names: Iterable[str]) -> tuple[NDArray[np.int64], list[str]]:
-    """(N,) index of each class name and the class names in alphabetical order."""
+def number_classes(names: Iterable[str]) -> tuple[NDArray[np.int64], list[str]]:
+    """Return the (N,) number of each class name and the class names in alphabetical order.
+
+    >>> number_classes(["dog", "cat", "dog"])
+    (array([1, 0, 1]), ['cat', 'dog'])
+    """
     seen: dict[str, int] = {}
     numbers = np.fromiter((seen.setdefault(name, len(seen)) for name in names), np.int64)
     class_names = sorted(seen)

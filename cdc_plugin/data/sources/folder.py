@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import decode_file
-from cdc_plugin.data.sources.base import ImageSource, labels_by_class, spread
-from cdc_plugin.data.sources.folder_index import (
-    EXTENSIONS,
-    PATIENCE,
-    FolderIndex,
-    digest_of_states,
-    index_of,
+from cdc_plugin.data.sources.base import (
+    ACCEPTED,
+    LOG_INTERVAL,
+    WORKERS,
+    ImageSource,
     is_image_name,
-    state_of,
+    number_classes,
+    read_state,
+    spread_evenly,
 )
-from cdc_plugin.errors import UserError
-
-__all__ = ["ACCEPTED", "WORKERS", "files_source", "folder_source", "is_image_name", "list_images", "uniform_side"]
+from cdc_plugin.errors import DataError
 
 SPLITS = {"train", "val", "valid", "validation", "test"}
-ACCEPTED = ", ".join(extension[1:] for extension in EXTENSIONS)
-WORKERS = min(8, (os.cpu_count() or 1) + 1)
+IGNORED_FOLDERS = {"__MACOSX", "__pycache__"}
+
+log = logging.getLogger(__name__)
 
 
-def folder_source(folder: Path, side: int) -> ImageSource:
-    """Every image below a folder, sorted by path; labels from class sub-folders if there are any."""
-    index = _index(folder)
-    labels, class_names = labels_from_names(index.names)
+def describe_folder(folder: Path, side: int) -> ImageSource:
+    """Return a source of every image below a folder, sorted by path; labels from class sub-folders if there are any."""
+    others: Counter[str] = Counter()
+    # Strings are compact: of a million images they take little memory.
+    files = sorted((name, _describe_entry(entry)) for name, entry in _walk(folder, others))
+    names = [name for name, _ in files]
+    if not names:
+        raise DataError(_explain_empty(folder, others))
+    labels, class_names = find_class_folders(names)
     return ImageSource(
-        content=_reader(os.fspath(folder), index.names, side),
-        names=index.names,
+        content=_make_reader(os.fspath(folder), names, side),
+        names=names,
         labels=labels,
         class_names=class_names,
-        digest=index.digest,
+        digest=compute_digest(f"{name} {state}" for name, state in files),
         description=str(folder),
         workers=WORKERS,
     )
 
 
-def files_source(
+def describe_files(
     paths: Sequence[str | os.PathLike[str]],
     side: int,
     description: str,
@@ -54,47 +62,54 @@ def files_source(
     labels: NDArray[np.int64] | None = None,
     class_names: list[str] | None = None,
 ) -> ImageSource:
-    """The given image files in the given order."""
+    """Return a source of image files in the order of their paths."""
     names = [Path(path).as_posix() for path in paths] if names is None else names
-    states = np.array([state_of(path) for path in paths], dtype=np.int64).reshape(-1, 2)
+    states = (_describe_state(*read_state(path)) for path in paths)
     return ImageSource(
-        content=_reader("", [os.fspath(path) for path in paths], side),
+        content=_make_reader("", [os.fspath(path) for path in paths], side),
         names=names,
         labels=labels,
         class_names=class_names,
-        digest=digest_of_states(names, states),
+        digest=compute_digest(f"{name} {state}" for name, state in zip(names, states, strict=True)),
         description=description,
         workers=WORKERS,
     )
 
 
 def list_images(folder: Path) -> list[str]:
-    """Paths of all images relative to the folder, with forward slashes, sorted; for a first look.
+    """Return the paths of all images relative to the folder, with forward slashes, sorted.
 
     Hidden files and folders are left out. Links are followed, but every folder is entered once only.
     """
-    return _index(folder, patience=0).names
+    others: Counter[str] = Counter()
+    names = sorted(name for name, _ in _walk(folder, others))
+    if not names:
+        raise DataError(_explain_empty(folder, others))
+    return names
 
 
-def labels_from_names(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
-    """Classes that a folder layout spells out, for reporting only.
+def find_class_folders(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
+    """Return the labels and classes that a folder layout spells out, for reporting only.
 
     There are classes if every image lies in one of at least two first-level sub-folders. If these are all
     splits (train, val, test, ...), the level below is taken, and the splits are one data set.
+
+    >>> find_class_folders(["cat/1.png", "dog/1.png"])
+    (array([0, 1]), ['cat', 'dog'])
     """
     level = 0
     if all("/" in name and name.split("/", 1)[0].lower() in SPLITS for name in names):
         level = 1
     if any(name.count("/") <= level for name in names):
         return None, None
-    labels, class_names = labels_by_class(name.split("/", level + 1)[level] for name in names)
+    labels, class_names = number_classes(name.split("/", level + 1)[level] for name in names)
     return (labels, class_names) if len(class_names) >= 2 else (None, None)
 
 
-def uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, folder: str = "") -> int | None:
-    """Side of the images if a few of them, evenly spread, are all squares of one size; reads headers only."""
+def find_uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, folder: str = "") -> int | None:
+    """Return the side of the images if a few of them, evenly spread, are squares of one size; reads headers only."""
     sizes = set()
-    for index in spread(len(paths), looks):
+    for index in spread_evenly(len(paths), looks):
         try:
             with Image.open(os.path.join(folder, paths[index])) as image:
                 sizes.add(image.size)
@@ -104,22 +119,73 @@ def uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, folde
     return width if width == height else None
 
 
-def _index(folder: Path, patience: float = PATIENCE) -> FolderIndex:
+def _walk(folder: Path, others: Counter[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the relative name and the entry of every image; other files are counted by extension in ``others``.
+
+    Links are followed, but every folder is entered once only, so that a link to a parent does not go round for ever.
+    """
     if not folder.is_dir():
-        raise UserError(f"no folder at {folder}; expected a folder of images ({ACCEPTED}); check the path")
+        raise DataError(f"no folder at {folder}; expected a folder of images ({ACCEPTED}); check the path")
     if not os.access(folder, os.R_OK | os.X_OK):
-        raise UserError(f"the folder {folder} can not be read; give yourself read permission (chmod -R u+rX)")
-    index = index_of(folder, patience)
-    if not index.names:
-        raise UserError(_nothing_found(folder, index.others))
-    return index
+        raise DataError(f"the folder {folder} cannot be read; give yourself read permission (chmod -R u+rX)")
+    count = 0
+    entered: set[tuple[int, int]] = set()
+    waiting = [""]
+    next_log = time.monotonic() + LOG_INTERVAL
+    while waiting:
+        if time.monotonic() > next_log:
+            log.info("listing %s: %s images so far", folder, f"{count:,}")
+            next_log = time.monotonic() + LOG_INTERVAL
+        inside = waiting.pop()
+        below = []
+        for entry in _list_folder(os.path.join(folder, inside), entered):
+            name = f"{inside}/{entry.name}" if inside else entry.name
+            if entry.name.startswith(".") or entry.name in IGNORED_FOLDERS:
+                continue
+            if _is_folder(entry):
+                below.append(name)
+            elif is_image_name(entry.name):
+                count += 1
+                yield name, entry
+            else:
+                others[os.path.splitext(entry.name)[1].lower() or "(no extension)"] += 1
+        waiting += sorted(below, reverse=True)  # in a fixed order: of two links to a folder the first one counts
 
 
-def _reader(folder: str, names: list[str], side: int) -> Callable[[int], Image.Image]:
+def _list_folder(path: str, entered: set[tuple[int, int]]) -> Iterator[os.DirEntry[str]]:
+    """Yield what is in a folder, if it was not entered before; one that cannot be read, or has gone, is passed over."""
+    with contextlib.suppress(OSError):
+        state = os.stat(path)
+        if (state.st_dev, state.st_ino) not in entered:
+            entered.add((state.st_dev, state.st_ino))
+            with os.scandir(path) as entries:
+                yield from entries
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to where one may not look
+        return False
+
+
+def _describe_entry(entry: os.DirEntry[str]) -> str:
+    try:
+        state = entry.stat()
+    except OSError:  # a dangling link; decoding will record the reason
+        return _describe_state(-1, -1)
+    return _describe_state(state.st_size, state.st_mtime_ns)
+
+
+def _describe_state(size: int, changed: int) -> str:
+    return f"{size} {changed}" if size >= 0 else "absent"
+
+
+def _make_reader(folder: str, names: list[str], side: int) -> Callable[[int], Image.Image]:
     return lambda index: decode_file(os.path.join(folder, names[index]), side)
 
 
-def _nothing_found(folder: Path, others: Counter[str]) -> str:
+def _explain_empty(folder: Path, others: Counter[str]) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
     hint = "give the path of the folder that holds the images"
     if ".npz" in others or ".npy" in others:

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cdc_plugin.core.registry import Registry
-from cdc_plugin.data.resize import Pixels
-from cdc_plugin.data.sources.arrays import array_source
-from cdc_plugin.data.sources.base import ImageSource, labels_by_class
-from cdc_plugin.data.sources.folder import files_source, folder_source, list_images
-from cdc_plugin.errors import UserError
+from cdc_plugin.data.sources.arrays import Pixels, describe_array
+from cdc_plugin.data.sources.base import ImageSource, number_classes
+from cdc_plugin.data.sources.folder import describe_files, describe_folder, list_images
+from cdc_plugin.errors import DataError
 
 PACKAGED = Path(__file__).parent
 
@@ -64,27 +63,24 @@ class NamedDataset:
     native_size: int | None = None
 
 
-datasets: Registry[NamedDataset] = Registry("data set")
-
-
-def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that named data sets are looked for in."""
+def find_data_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder that named data sets are looked for in."""
     return Path(root if root is not None else os.environ.get("CDC_DATA", "data")).expanduser()
 
 
-def coarse_labels(fine: NDArray[np.int64]) -> NDArray[np.int64]:
-    """CIFAR-100 labels (N,), numbered alphabetically by fine class, to the 20 superclasses."""
+def find_coarse_labels(fine: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the superclasses (N,) of CIFAR-100 labels, which are numbered alphabetically by fine class."""
     superclass = {name: number for number, names in enumerate(SUPERCLASSES.values()) for name in names.split()}
     return np.array([superclass[name] for name in sorted(superclass)], dtype=np.int64)[fine]
 
 
-def class_list(name: str) -> list[str]:
-    """WordNet numbers of an ImageNet subset: imagenet10, imagenetdogs (DAC), imagenet50, 100, 200 (SCAN)."""
+def read_class_list(name: str) -> list[str]:
+    """Return the WordNet numbers of an ImageNet subset: imagenet10, imagenetdogs (DAC), imagenet50, 100, 200 (SCAN)."""
     return (PACKAGED / "class_lists" / f"{name}.txt").read_text(encoding="ascii").split()
 
 
 def load_digits(root: Path, side: int) -> ImageSource:
-    """1,797 handwritten digits at 32 x 32.
+    """Load 1,797 handwritten digits at 32 x 32.
 
     "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak, UCI Machine Learning Repository,
     CC BY 4.0: its test part, stored as published with 8 x 8 pixels from 0 to 16.
@@ -93,61 +89,50 @@ def load_digits(root: Path, side: int) -> ImageSource:
         small, labels = archive["images"], archive["labels"]
     gray = np.rint(small * (255 / 16)).astype(np.uint8)
     large = [np.asarray(Image.fromarray(digit).resize((32, 32), Image.Resampling.BICUBIC)) for digit in gray]
-    return _arrays("digits", np.stack(large), labels, [str(digit) for digit in range(10)])
+    return _describe_arrays("digits", np.stack(large), labels, [str(digit) for digit in range(10)])
 
 
 def load_cifar10(root: Path, side: int) -> ImageSource:
-    """CIFAR-10, training and test images together: 60,000 of 32 x 32."""
-    from torchvision.datasets import CIFAR10
-
-    parts = [_torchvision(CIFAR10, root, "cifar-10-batches-py", train=train) for train in (True, False)]
-    labels = np.concatenate([part.targets for part in parts])
-    return _arrays("cifar10", np.concatenate([part.data for part in parts]), labels, list(parts[0].classes))
+    """Load CIFAR-10, training and test images together: 60,000 of 32 x 32."""
+    images, labels, class_names = _load_cifar("CIFAR10", root, "cifar-10-batches-py")
+    return _describe_arrays("cifar10", images, labels, class_names)
 
 
 def load_cifar100(root: Path, side: int) -> ImageSource:
-    """CIFAR-100 with its 100 fine classes, training and test images together: 60,000 of 32 x 32."""
-    from torchvision.datasets import CIFAR100
-
-    parts = [_torchvision(CIFAR100, root, "cifar-100-python", train=train) for train in (True, False)]
-    labels = np.concatenate([part.targets for part in parts])
-    return _arrays("cifar100", np.concatenate([part.data for part in parts]), labels, list(parts[0].classes))
+    """Load CIFAR-100 with its 100 fine classes, training and test images together: 60,000 of 32 x 32."""
+    images, labels, class_names = _load_cifar("CIFAR100", root, "cifar-100-python")
+    return _describe_arrays("cifar100", images, labels, class_names)
 
 
 def load_cifar20(root: Path, side: int) -> ImageSource:
-    """CIFAR-100 with its 20 superclasses, training and test images together: 60,000 of 32 x 32."""
-    from torchvision.datasets import CIFAR100
-
-    parts = [_torchvision(CIFAR100, root, "cifar-100-python", train=train) for train in (True, False)]
-    labels = coarse_labels(np.concatenate([part.targets for part in parts]))
-    return _arrays("cifar20", np.concatenate([part.data for part in parts]), labels, list(SUPERCLASSES))
+    """Load CIFAR-100 with its 20 superclasses, training and test images together: 60,000 of 32 x 32."""
+    images, labels, _ = _load_cifar("CIFAR100", root, "cifar-100-python")
+    return _describe_arrays("cifar20", images, find_coarse_labels(labels), list(SUPERCLASSES))
 
 
 def load_stl10(root: Path, side: int) -> ImageSource:
-    """STL-10, training and test images together, without the unlabeled part: 13,000 of 96 x 96."""
-    from torchvision.datasets import STL10
-
-    parts = [_torchvision(STL10, root, "stl10_binary", split=split) for split in ("train", "test")]
+    """Load STL-10, training and test images together, without the unlabeled part: 13,000 of 96 x 96."""
+    parts = [_load_torchvision("STL10", root, "stl10_binary", split=split) for split in ("train", "test")]
     images = np.concatenate([part.data for part in parts]).transpose(0, 2, 3, 1)
     labels = np.concatenate([part.labels for part in parts])
-    return _arrays("stl10", np.ascontiguousarray(images), labels, list(parts[0].classes))
+    return _describe_arrays("stl10", np.ascontiguousarray(images), labels, list(parts[0].classes))
 
 
 def load_tinyimagenet(root: Path, side: int) -> ImageSource:
-    """Tiny-ImageNet, the training images: 200 classes of 500, 64 x 64."""
+    """Load Tiny-ImageNet, the training images: 200 classes of 500, 64 x 64."""
     candidates = [root / "tiny-imagenet-200" / "train", root / "train", root]
     folder = next((path for path in candidates if any(path.glob("n[0-9]*/images"))), None)
     if folder is None:
-        raise UserError(
+        raise DataError(
             f"Tiny-ImageNet is not in {candidates[0]}; unpack tiny-imagenet-200.zip (cs231n.stanford.edu) "
             f"into {root}, or name another folder with the data root or CDC_DATA"
         )
-    return replace(folder_source(folder, side), description="tinyimagenet")
+    return replace(describe_folder(folder, side), description="tinyimagenet")
 
 
 def load_imagenet_subset(name: str, root: Path, side: int) -> ImageSource:
-    """The training images of some ImageNet classes, from a folder with one sub-folder a WordNet number."""
-    wanted = class_list(name)
+    """Load the training images of some ImageNet classes, from a folder with one sub-folder per WordNet number."""
+    wanted = read_class_list(name)
     candidates = [root / place for place in (f"{name}/train", name, "imagenet/train", "imagenet", "train", ".")]
     present = {
         folder: [wnid for wnid in wanted if (folder / wnid).is_dir()] for folder in candidates if folder.is_dir()
@@ -155,38 +140,52 @@ def load_imagenet_subset(name: str, root: Path, side: int) -> ImageSource:
     folder = max(present, key=lambda place: len(present[place]), default=root)
     missing = [wnid for wnid in wanted if wnid not in present.get(folder, [])]
     if missing:
-        found = f"in {folder} {len(wanted) - len(missing)} of {len(wanted)} are there"
-        raise UserError(
+        raise DataError(
             f"{name} needs the ImageNet class folders {' '.join(wanted[:3])} ... in {root}, its sub-folder "
-            f"train or imagenet/train; {found}, missing: {' '.join(missing)}; unpack "
+            f"train or imagenet/train; in {folder} {len(wanted) - len(missing)} of {len(wanted)} are there, missing: "
+            f"{' '.join(missing)}; unpack "
             "ILSVRC2012_img_train.tar by class and name that folder with the data root or CDC_DATA"
         )
     names = [f"{wnid}/{image}" for wnid in wanted for image in list_images(folder / wnid)]
-    labels, class_names = labels_by_class([image.split("/", 1)[0] for image in names])
-    return files_source([folder / image for image in names], side, name, names, labels, class_names)
+    labels, class_names = number_classes([image.split("/", 1)[0] for image in names])
+    return describe_files([folder / image for image in names], side, name, names, labels, class_names)
 
 
-def _arrays(name: str, images: Pixels, labels: NDArray[Any], class_names: list[str]) -> ImageSource:
-    return replace(array_source(images, labels, name), class_names=class_names)
+def _describe_arrays(name: str, images: Pixels, labels: NDArray[Any], class_names: list[str]) -> ImageSource:
+    return replace(describe_array(images, labels, name), class_names=class_names)
 
 
-def _torchvision(kind: Any, root: Path, folder: str, **part: Any) -> Any:
-    """One part of a torchvision data set that lies on disk."""
+def _load_cifar(kind: str, root: Path, folder: str) -> tuple[Pixels, NDArray[np.int64], list[str]]:
+    parts = [_load_torchvision(kind, root, folder, train=train) for train in (True, False)]
+    images = np.concatenate([part.data for part in parts])
+    return images, np.concatenate([part.targets for part in parts]), list(parts[0].classes)
+
+
+def _load_torchvision(kind: str, root: Path, folder: str, **part: Any) -> Any:
+    """Load one part of a torchvision data set that lies on disk."""
+    from torchvision import datasets as torchvision_datasets
+
     try:
-        return kind(str(root), download=False, **part)
+        return getattr(torchvision_datasets, kind)(str(root), download=False, **part)
     except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"{kind.__name__} is not, or not whole, in {root / folder} ({error}); fetch it with: python -c "
-            f'"import torchvision; torchvision.datasets.{kind.__name__}({str(root)!r}, download=True)", '
+        raise DataError(
+            f"{kind} is not, or not complete, in {root / folder} ({error}); fetch it with: python -c "
+            f'"import torchvision; torchvision.datasets.{kind}({str(root)!r}, download=True)", '
             "or name the folder that holds it with the data root or CDC_DATA"
         ) from error
 
 
-datasets.register("digits")(NamedDataset(load_digits, 32))
-datasets.register("cifar10")(NamedDataset(load_cifar10, 32))
-datasets.register("cifar100")(NamedDataset(load_cifar100, 32))
-datasets.register("cifar20")(NamedDataset(load_cifar20, 32))
-datasets.register("stl10")(NamedDataset(load_stl10, 96))
-datasets.register("tinyimagenet")(NamedDataset(load_tinyimagenet, 64))
-for _name in ("imagenet10", "imagenetdogs", "imagenet50", "imagenet100", "imagenet200"):
-    datasets.register(_name)(NamedDataset(partial(load_imagenet_subset, _name)))
+IMAGENET_SUBSETS = ("imagenet10", "imagenetdogs", "imagenet50", "imagenet100", "imagenet200")
+
+datasets: Registry[NamedDataset] = Registry(
+    "data set",
+    {
+        "digits": NamedDataset(load_digits, 32),
+        "cifar10": NamedDataset(load_cifar10, 32),
+        "cifar100": NamedDataset(load_cifar100, 32),
+        "cifar20": NamedDataset(load_cifar20, 32),
+        "stl10": NamedDataset(load_stl10, 96),
+        "tinyimagenet": NamedDataset(load_tinyimagenet, 64),
+        **{name: NamedDataset(partial(load_imagenet_subset, name)) for name in IMAGENET_SUBSETS},
+    },
+)

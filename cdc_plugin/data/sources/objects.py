@@ -9,26 +9,27 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cdc_plugin.data.decode import to_rgb
-from cdc_plugin.data.sources.arrays import as_pixels
-from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError, digest_of, spread
-from cdc_plugin.errors import UserError
-
-UNLABELLED = np.iinfo(np.int64).min
+from cdc_plugin.data.cache import compute_digest
+from cdc_plugin.data.decode import UnreadableImageError, to_rgb
+from cdc_plugin.data.sources.arrays import to_pixels
+from cdc_plugin.data.sources.base import UNLABELLED, ImageSource, spread_evenly
+from cdc_plugin.errors import DataError
 
 
 def is_dataset(source: object) -> bool:
+    """Whether an object has a length and items by number, as map-style data sets have."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
-def dataset_source(dataset: Any) -> ImageSource:
-    """A map-style data set that yields an image, or a tuple that starts with an image and an integer label.
+def describe_dataset(dataset: Any) -> ImageSource:
+    """Return a source of a map-style data set.
 
-    It is read by one thread, in order: nothing says that ``__getitem__`` may run twice at once.
+    It yields an image, or a tuple that starts with an image and an integer label. It is read by one thread, in order:
+    nothing says that ``__getitem__`` may run twice at once.
     """
     name = type(dataset).__name__
     if len(dataset) == 0:
-        raise UserError(f"the data set {name} is empty; expected at least one image")
+        raise DataError(f"the data set {name} is empty; expected at least one image")
     labels = np.full(len(dataset), UNLABELLED, dtype=np.int64)
 
     def read(index: int) -> Image.Image:
@@ -36,9 +37,9 @@ def dataset_source(dataset: Any) -> ImageSource:
             item = dataset[index]
         except OSError as error:
             raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
-        image, label = _split(item)
+        image, label = _split_item(item)
         labels[index] = UNLABELLED if label is None else label
-        return _as_image(image, f"item {index} of {name}")
+        return _to_image(image, f"item {index} of {name}")
 
     classes = getattr(dataset, "classes", None)
     named = isinstance(classes, list | tuple) and all(isinstance(entry, str) for entry in classes)
@@ -47,32 +48,32 @@ def dataset_source(dataset: Any) -> ImageSource:
         names=[str(index) for index in range(len(dataset))],
         labels=labels,
         class_names=list(classes) if named and classes else None,
-        digest=_sampled_digest(dataset, name),
+        digest=_digest_sample(dataset, name),
         description=name,
         exact=False,
     )
 
 
-def image_list_source(images: Sequence[Image.Image]) -> ImageSource:
-    """Images that PIL holds in memory."""
+def describe_image_list(images: Sequence[Image.Image]) -> ImageSource:
+    """Return a source of images that Pillow holds in memory."""
     return ImageSource(
         content=lambda index: to_rgb(images[index]),
         names=[str(index) for index in range(len(images))],
         labels=None,
         class_names=None,
-        digest=_sampled_digest(images, "images"),
+        digest=_digest_sample(images, "images"),
         description=f"{len(images)} images",
         exact=False,
     )
 
 
-def item_size(item: Any) -> tuple[int, int]:
-    """Width and height of a data set's item."""
-    return _as_image(_split(item)[0], "the first item").size
+def read_item_size(item: Any) -> tuple[int, int]:
+    """Return width and height of an item of a data set."""
+    return _to_image(_split_item(item)[0], "the first item").size
 
 
-def _split(item: Any) -> tuple[Any, int | None]:
-    """Image and label of what a data set yields."""
+def _split_item(item: Any) -> tuple[Any, int | None]:
+    """Split what a data set yields into image and label."""
     if not isinstance(item, tuple | list):
         return item, None
     label = item[1] if len(item) > 1 else None
@@ -83,23 +84,23 @@ def _split(item: Any) -> tuple[Any, int | None]:
     return item[0], None
 
 
-def _as_image(image: Any, description: str) -> Image.Image:
+def _to_image(image: Any, description: str) -> Image.Image:
     if isinstance(image, Image.Image):
         return to_rgb(image)
     if not isinstance(image, torch.Tensor | np.ndarray):
-        raise UserError(
+        raise DataError(
             f"{description}: expected a PIL image, an array or a tensor; found {type(image).__name__}; "
             "let the data set yield the image first"
         )
-    return Image.fromarray(as_pixels(image[None], description)[0])
+    return Image.fromarray(to_pixels(image[None], description)[0])
 
 
-def _sampled_digest(items: Any, name: str, looks: int = 32) -> str:
-    """Hash of a few items, evenly spread; a data set with random transforms differs every time."""
+def _digest_sample(items: Any, name: str, looks: int = 32) -> str:
+    """Return a hash of a few items, evenly spread; a data set with random transforms differs every time."""
     parts: list[str | bytes] = [name, str(len(items))]
-    for index in spread(len(items), looks):
+    for index in spread_evenly(len(items), looks):
         try:
-            parts.append(_as_image(_split(items[index])[0], f"item {index} of {name}").tobytes())
+            parts.append(_to_image(_split_item(items[index])[0], f"item {index} of {name}").tobytes())
         except OSError:
             parts.append("unreadable")
-    return digest_of(parts)
+    return compute_digest(parts)

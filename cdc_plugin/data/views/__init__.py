@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdc_plugin.data.resize import storage_size
 from cdc_plugin.data.views.colour import COLOUR_OPERATIONS
 from cdc_plugin.data.views.geometry import GEOMETRIC_OPERATIONS, random_crops, warp
 from cdc_plugin.errors import UserError
 
 OPERATIONS = ("identity", *COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)
+SMALL_SIDE = 96  # up to here images are kept whole, as CIFAR and STL images are
+
+
+def storage_size(input_size: int) -> int:
+    """Return the side at which images are kept for a network that takes ``input_size``.
+
+    Above 96 pixels there is a margin of 8/7, so that the plain view is the usual centre crop (256 for 224).
+
+    >>> storage_size(32), storage_size(224)
+    (32, 256)
+    """
+    return input_size if input_size <= SMALL_SIDE else round(input_size * 8 / 7)
 
 
 @dataclass(frozen=True)

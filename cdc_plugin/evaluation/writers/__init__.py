@@ -75,7 +75,7 @@ def check_source(to: str, source: str | Path, out: Path) -> None:
     """Refuse images that a format cannot point to: arrays, shards and named data sets have no image files."""
     if not FORMATS[to].needs_files:
         return
-    from cdc_plugin.data.sources.describe import has_files
+    from cdc_plugin.data.sources import has_files
 
     if not has_files(source):
         raise ConfigError(

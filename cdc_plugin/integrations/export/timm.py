@@ -8,7 +8,7 @@ from typing import Any
 
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.data.resize import storage_size
+from cdc_plugin.data.views import storage_size
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.integrations.export.files import Export, check_folder, create_folder, write_description, write_json
 from cdc_plugin.integrations.export.source import Source, find_equal_network, note_assumptions

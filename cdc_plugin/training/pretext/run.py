@@ -19,7 +19,7 @@ from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
-from cdc_plugin.data.resize import SMALL_SIDE
+from cdc_plugin.data.views import SMALL_SIDE
 from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton

@@ -12,13 +12,12 @@ from cdc_plugin.data import (
     UnreadableImageError,
     native_size,
     open_images,
-    reading,
     storage_size,
+    store,
 )
-from cdc_plugin.data.images import survey_images
-from cdc_plugin.data.row_file import RowFile
+from cdc_plugin.data.images import digest_image_list, survey_images
 from cdc_plugin.data.sources import arrays, folder
-from cdc_plugin.data.sources.base import digest_of, digest_of_array
+from cdc_plugin.data.sources.arrays import digest_array
 from cdc_plugin.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -64,7 +63,7 @@ def test_every_layout_of_an_array_gives_the_same_images(layout):
     assert (images.images == PIXELS).all()
     assert images.images.dtype == np.uint8
     assert images.names == ["0", "1", "2", "3", "4", "5"]
-    assert images.digest == digest_of_array(PIXELS)
+    assert images.digest == digest_array(PIXELS)
 
 
 def test_gray_arrays_become_three_equal_channels():
@@ -102,8 +101,7 @@ def test_npz_with_labels_and_npy_without(tmp_path):
     assert images.labels.dtype == np.int64
     np.save(tmp_path / "b.npy", PIXELS)
     mapped = open_images(str(tmp_path / "b.npy"))
-    assert isinstance(mapped.images, RowFile)
-    assert (mapped.images[:] == PIXELS).all()
+    assert (mapped.images == PIXELS).all()
     assert mapped.labels is None
     assert native_size(tmp_path / "b.npy") == 20
     assert mapped.batch([0]).shape == (1, 3, 20, 20)
@@ -133,7 +131,7 @@ def test_bad_array_files_are_refused_in_words(tmp_path):
     with pytest.raises(UserError, match="pickled"):
         open_images(tmp_path / "pickled.npy")
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 no archive")
-    with pytest.raises(UserError, match="can not be read as a NumPy file"):
+    with pytest.raises(UserError, match="cannot be read as a NumPy file"):
         open_images(tmp_path / "broken.npz")
     np.savez(tmp_path / "short.npz", x=PIXELS, y=np.arange(3))
     with pytest.raises(UserError, match=r"shape \(6,\); found int64 \(3,\)"):
@@ -230,8 +228,43 @@ def test_other_unreadable_images_give_another_digest(tmp_path, write_images, mon
     assert len({whole, *found}) == 3
 
 
+@pytest.mark.parametrize("change", ["another file", "another name", "another order", "unreadable", "pixels", "copied"])
+def test_lists_of_as_many_images_differ_unless_they_are_copies(tmp_path, write_images, change):
+    """What processes compare at the start of a run; `ImageSet.digest` differs as well, and with a copy's times."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_images(first, PIXELS)
+    write_images(second, PIXELS[::-1] if change == "another order" else PIXELS)
+    for file in first.iterdir():
+        os.utime(file, (1, 1))
+    victim = sorted(second.iterdir())[3]
+    if change == "another file":
+        victim.unlink()
+        Image.fromarray(PIXELS[0]).save(second / "other.png")
+    elif change == "another name":
+        victim.rename(second / "renamed.png")
+    elif change == "unreadable":
+        victim.write_bytes(b"no image")
+    elif change == "pixels":
+        Image.fromarray(PIXELS[0]).save(victim)
+    one, other = open_images(first, 20), open_images(second, 20)
+    assert (digest_image_list(one) == digest_image_list(other)) == (change == "copied")
+    assert one.digest != other.digest
+
+
+def test_an_image_that_only_one_process_can_read_changes_the_list(tmp_path, write_images):
+    """Even if both lose one: which images were skipped counts."""
+    write_images(tmp_path, PIXELS)
+    files, lists = sorted(tmp_path.iterdir()), set()
+    for file in files[:3]:
+        content = file.read_bytes()
+        file.write_bytes(b"no image")
+        lists.add(digest_image_list(open_images(tmp_path, 20)))
+        file.write_bytes(content)
+    assert len(lists | {digest_image_list(open_images(tmp_path, 20))}) == 4
+
+
 def test_a_large_file_is_known_by_a_part_and_the_time_when_it_was_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrays, "WHOLE_HASH_BYTES", PIXELS.nbytes // 3)
+    monkeypatch.setattr(arrays, "FULL_DIGEST_BYTES", PIXELS.nbytes // 3)
     np.save(tmp_path / "a.npy", PIXELS)
     before = open_images(tmp_path / "a.npy").digest
     assert open_images(tmp_path / "a.npy").digest == before
@@ -242,12 +275,11 @@ def test_a_large_file_is_known_by_a_part_and_the_time_when_it_was_written(tmp_pa
     assert open_images(tmp_path / "a.npy").digest != before
 
 
-def test_digests_tell_content_and_borders_apart():
-    assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
+def test_digests_of_arrays_change_with_content_and_shape():
     changed = PIXELS.copy()
     changed[3, 1, 1, 1] ^= 1
-    assert digest_of_array(changed) != digest_of_array(PIXELS)
-    assert digest_of_array(PIXELS.reshape(6, 10, 40, 3)) != digest_of_array(PIXELS)
+    assert digest_array(changed) != digest_array(PIXELS)
+    assert digest_array(PIXELS.reshape(6, 10, 40, 3)) != digest_array(PIXELS)
 
 
 def test_a_survey_counts_all_images_and_reads_few(tmp_path, write_images):
@@ -276,8 +308,8 @@ def test_a_survey_of_arrays_reads_no_more_than_it_says():
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_several_threads_read_only_what_takes_long(monkeypatch, quick):
-    monkeypatch.setattr(reading, "QUICK", 1e9 if quick else -1)
-    monkeypatch.setattr(reading, "LOOKED_AT", 1)
+    monkeypatch.setattr(store, "QUICK", 1e9 if quick else -1)
+    monkeypatch.setattr(store, "MEASURED", 1)
     seen = []
 
     def read(index):
@@ -287,4 +319,4 @@ def test_several_threads_read_only_what_takes_long(monkeypatch, quick):
     source = ImageSource(read, list("abcdef"), None, None, "", "", workers=2)
     assert (open_images(source, 20).images == PIXELS).all()
     own = sum(thread == threading.get_ident() for thread in seen)
-    assert own == (6 if quick else reading.HICCUPS)
+    assert own == (6 if quick else store.SLOW_MEASUREMENTS)

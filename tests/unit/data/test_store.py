@@ -1,5 +1,6 @@
-"""Squares on disk: in the cache that all runs share or in a folder of one's own, made once and used again."""
+"""Rows and squares on disk: written completely or not at all, made once and used again."""
 
+import errno
 import json
 import logging
 import os
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cdc_plugin.data import ImageSource, UnreadableImageError, open_images, row_file, store
-from cdc_plugin.data.row_file import RowFile, RowWriter
-from cdc_plugin.errors import UserError
+from cdc_plugin.data import ImageSource, UnreadableImageError, open_images, store
+from cdc_plugin.data.cache import remove_leftovers
+from cdc_plugin.data.store import open_rows, write_rows
+from cdc_plugin.errors import OutputError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
 
@@ -61,12 +63,82 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+ROWS = np.arange(20 * 3 * 2, dtype=np.float32).reshape(20, 3, 2)
+
+
+def test_rows_written_part_by_part_come_back_mapped(tmp_path):
+    path = tmp_path / "deep" / "rows.npy"
+    written = write_rows(path, iter([ROWS[:3], ROWS[3:3], ROWS[3:]]), ROWS.shape, np.float32)
+    opened = open_rows(path, ROWS.shape, np.float32)
+    for rows in (written, opened):
+        assert isinstance(rows, np.memmap)
+        assert np.array_equal(rows, ROWS)
+        rows[:] = -1  # copy-on-write: the file is not touched
+    assert np.array_equal(np.load(path), ROWS)
+    assert names(path.parent) == ["rows.npy"]
+
+
+@pytest.mark.parametrize("planned", [6, 100, 10**12])
+def test_fewer_rows_than_planned_may_be_written(tmp_path, monkeypatch, planned):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: USAGE(0, 0, 10**15))
+    write_rows(tmp_path / "rows.npy", [ROWS[:5]], (planned, 3, 2), np.float32)
+    assert np.array_equal(open_rows(tmp_path / "rows.npy", (5, 3, 2), np.float32), ROWS[:5])
+
+
+@pytest.mark.parametrize("harm", ["absent", "cut", "empty", "no array", "shape", "type"])
+def test_rows_that_are_absent_cut_or_others_are_not_used(tmp_path, caplog, harm):
+    path = tmp_path / "rows.npy"
+    write_rows(path, [ROWS], ROWS.shape, np.float32)
+    if harm == "absent":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {"cut": path.read_bytes()[:-1], "empty": b"", "no array": b"x" * 500}.get(harm, path.read_bytes())
+        )
+    shape, dtype = (19, 3, 2) if harm == "shape" else ROWS.shape, np.int32 if harm == "type" else np.float32
+    assert open_rows(path, shape, dtype) is None
+    assert ("made again" in caplog.text) == (harm != "absent")
+
+
+def test_an_error_half_way_leaves_no_rows(tmp_path):
+    def parts():
+        yield ROWS[:3]
+        raise KeyError("image 4")
+
+    with pytest.raises(KeyError):
+        write_rows(tmp_path / "rows.npy", parts(), ROWS.shape, np.float32)
+    with pytest.raises(ValueError, match="shape"):
+        write_rows(tmp_path / "rows.npy", [ROWS[:, :2]], ROWS.shape, np.float32)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+def test_a_process_killed_while_writing_leaves_no_rows_that_could_be_used(tmp_path):
+    context = get_context("fork")
+    writing = context.Event()
+
+    def parts():
+        yield ROWS[:3]
+        writing.set()
+        time.sleep(600)
+
+    path = tmp_path / "features-a.npy"
+    writer = context.Process(target=write_rows, args=(path, parts(), ROWS.shape, np.float32))
+    writer.start()
+    assert writing.wait(60)
+    writer.kill()
+    writer.join()
+    assert open_rows(path, ROWS.shape, np.float32) is None
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == []
+
+
 def test_large_sets_are_kept_on_disk_and_used_again(cache):
     pictures = Pictures()
     first = open_images(pictures.source, 20)
-    assert isinstance(first.images, RowFile)
+    assert isinstance(first.images, np.memmap)
     assert (first.images[:] == PIXELS).all()
-    assert names(cache) == ["images-digest-20.json", "images-digest-20.u8"]
+    assert names(cache) == ["images-digest-20.json", "images-digest-20.npy"]
     again = open_images(pictures.source, 20)
     assert len(pictures.reads) == 6
     assert again.labels.tolist() == [*range(6)]
@@ -76,13 +148,13 @@ def test_large_sets_are_kept_on_disk_and_used_again(cache):
 
 def test_a_folder_of_ones_own_wins(tmp_path, cache):
     open_images(Pictures().source, 20, cache=tmp_path / "deep" / "own")
-    assert names(tmp_path / "deep" / "own") == ["images-digest-20.json", "images-digest-20.u8"]
+    assert names(tmp_path / "deep" / "own") == ["images-digest-20.json", "images-digest-20.npy"]
     assert not cache.exists()
 
 
 def test_small_sets_stay_in_memory(cache, monkeypatch):
     monkeypatch.setattr(store, "MEMORY_LIMIT", 10**6)
-    assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+    assert not isinstance(open_images(Pictures().source, 20).images, np.memmap)
     assert not cache.exists()
 
 
@@ -91,7 +163,7 @@ def test_without_a_cache_large_sets_lie_in_a_file_that_nobody_else_finds(tmp_pat
     monkeypatch.setenv("CDC_CACHE", "off")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     images = open_images(Pictures().source, 20).images
-    assert isinstance(images, RowFile)
+    assert isinstance(images, np.memmap)
     assert (images[:] == PIXELS).all()
     (folder,) = tmp_path.iterdir()
     assert names(folder) == []
@@ -101,9 +173,9 @@ def test_without_a_cache_and_room_on_the_disk_images_stay_in_memory(tmp_path, mo
     monkeypatch.setenv("CDC_CACHE", "off")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: USAGE(10, 9, 1))
-    assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+    assert not isinstance(open_images(Pictures().source, 20).images, np.memmap)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    assert isinstance(open_images(Pictures().source, 20).images, np.ndarray)
+    assert not isinstance(open_images(Pictures().source, 20).images, np.memmap)
 
 
 def test_a_cache_that_can_not_be_written_is_done_without(tmp_path, monkeypatch, caplog):
@@ -143,22 +215,16 @@ def test_an_image_that_can_be_read_by_now_is_taken_in():
     assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
 
 
-@pytest.mark.parametrize(
-    "harm", ["shorter", "damaged", "of another time", "other notes", "damaged notes", "no notes", "older"]
-)
-def test_what_is_not_whole_is_made_again(cache, harm):
+@pytest.mark.parametrize("harm", ["shorter", "other rows", "other notes", "damaged notes", "no notes", "older"])
+def test_what_is_not_complete_is_made_again(cache, harm):
     open_images(Pictures().source, 20)
-    file, notes = cache / "images-digest-20.u8", cache / "images-digest-20.json"
+    file, notes = cache / "images-digest-20.npy", cache / "images-digest-20.json"
     if harm == "shorter":
         file.write_bytes(file.read_bytes()[:-1])
-    elif harm == "damaged":
-        file.write_bytes(file.read_bytes().replace(PIXELS[3].tobytes(), bytes(PIXELS[3].size)))
-    elif harm == "of another time":  # whole, but not what the notes are about
-        with RowWriter(file, 6, (20, 20, 3), np.uint8) as writer:
-            writer.put(0, PIXELS[::-1])
-            writer.finish()
-    elif harm == "damaged notes":  # a label
-        notes.write_text(notes.read_text().replace("3", "4"))
+    elif harm == "other rows":  # complete, but not what the notes are about
+        write_rows(file, [PIXELS[:5]], PIXELS.shape, np.uint8)
+    elif harm == "damaged notes":
+        notes.write_text(notes.read_text()[:-5])
     elif harm == "other notes":
         notes.write_text(json.dumps({"count": "?"}))
     elif harm == "no notes":
@@ -175,30 +241,31 @@ def test_what_is_not_whole_is_made_again(cache, harm):
 def test_too_little_disk_is_said_before_anything_is_read(cache, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: USAGE(10, 9, 1))
     pictures = Pictures()
-    with pytest.raises(UserError, match=r"takes 7 KB in .*, and 1 bytes are free"):
+    with pytest.raises(OutputError, match=r"takes 7 KB in .*, and 1 bytes are free"):
         open_images(pictures.source, 20)
     assert (pictures.reads, names(cache)) == ([], [])
 
 
 def test_more_than_the_cache_may_hold_is_said_with_the_way_out(monkeypatch):
     monkeypatch.setenv("CDC_CACHE_GB", "0.000001")
-    with pytest.raises(UserError, match="set CDC_CACHE_GB=2"):
+    with pytest.raises(OutputError, match="set CDC_CACHE_GB=2"):
         open_images(Pictures().source, 20)
 
 
-def test_a_disk_that_fills_up_leaves_no_file_behind(cache, monkeypatch):
-    def full(self, first_row, rows):
-        raise row_file.no_room(self.temporary, 1, 0)
+@pytest.mark.parametrize(("module", "function"), [(os, "fsync"), (os, "replace"), (store, "_write_header")])
+def test_a_disk_that_fills_up_leaves_no_file_behind(cache, monkeypatch, module, function):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(row_file.RowPart, "put", full)
-    with pytest.raises(UserError, match="make room"):
+    monkeypatch.setattr(module, function, fail)
+    with pytest.raises(OutputError, match="make room"):
         open_images(Pictures().source, 20)
     assert names(cache) == []
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="can not be written"):
+    with pytest.raises(OutputError, match="cannot be written"):
         open_images(Pictures().source, 20, cache=tmp_path / "file")
 
 

@@ -138,7 +138,7 @@ def test_an_error_while_reading_ahead_reaches_the_caller(tmp_path, digits):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    with pytest.raises(UserError, match="can not be read as a NumPy file"):
+    with pytest.raises(UserError, match="cannot be read as a NumPy file"):
         list(open_stream(path, 32).chunks(50))
 
 
@@ -174,12 +174,12 @@ def test_an_array_file_that_is_removed_meanwhile_is_read_to_its_end(tmp_path, di
     np.testing.assert_array_equal(np.concatenate([*found, *(chunk.squares for chunk in chunks)]), images)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("a.npy", "has become shorter"), ("a.npz", "it ends early")])
-def test_an_array_file_that_is_cut_meanwhile_is_told_in_words(tmp_path, digits, name, reason):
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+def test_an_array_file_that_is_cut_while_it_is_read_is_refused(tmp_path, digits, name):
     path = tmp_path / name
     (np.save if name == "a.npy" else np.savez)(path, digits[0])
     chunks = open_stream(path, 32).chunks(6)
     next(chunks)
     os.truncate(path, path.stat().st_size // 4)
-    with pytest.raises(UserError, match=reason):
+    with pytest.raises(UserError, match="it ends early"):
         list(chunks)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cdc_plugin.data.sources.base import ImageSource, UnreadableImageError
+from cdc_plugin.data.decode import UnreadableImageError
+from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.data.stream import open_stream
 
 PIECES = [range(3, 9), range(9, 10), range(14, 20)]

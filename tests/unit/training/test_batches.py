@@ -13,7 +13,6 @@ from torch import Tensor
 from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.data.images import ImageSet, open_images
-from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.data.views import make_views, strong_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import batches as module
@@ -195,16 +194,6 @@ def test_cached_views_by_hand():
         assert views.plain.tolist() == [[10.0], [0.0]]
         seen |= {(*views.weak.flatten().tolist(), *views.strong_of(torch.arange(2)).flatten().tolist())}
     assert seen == {(a, b, c, d) for a in (11, 12) for b in (1, 2) for c in (13, 14) for d in (3, 4)}
-
-
-def test_cached_views_in_a_file_are_those_in_memory(tmp_path):
-    rows = torch.randn(20, 9, 3, generator=seeded())
-    rows.numpy().tofile(tmp_path / "rows")
-    chosen = torch.tensor([5, 19, 0, 7])
-    memory = cached_views(rows, CPU)(chosen, seeded(1))
-    disk = cached_views(RowFile(tmp_path / "rows", (20, 9, 3), np.float32), CPU)(chosen, seeded(1))
-    for name in ("plain", "weak", "strong"):
-        assert torch.equal(getattr(memory, name), getattr(disk, name))
 
 
 def test_features_of_views_are_computed_once_and_again_for_other_settings(tmp_path, monkeypatch, tiny_backbone, images):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cdc_plugin.core.prototypes import standardize_rows
 from cdc_plugin.data.images import open_images
-from cdc_plugin.data.row_file import RowFile
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training import features as module
@@ -52,49 +51,28 @@ def many(monkeypatch, cache) -> None:
     monkeypatch.setattr(module, "IN_MEMORY", 0)
 
 
-def values(rows: Tensor | RowFile) -> Tensor:
-    return rows if isinstance(rows, Tensor) else torch.from_numpy(rows[:])
-
-
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*")) if folder.exists() else []
 
 
-def test_few_rows_are_in_memory_and_found_again(cache):
+@pytest.mark.parametrize("limit", [0, 7 * 3 * 4 - 1, 7 * 3 * 4])
+def test_rows_in_memory_or_in_a_file_are_the_same_and_found_again(monkeypatch, cache, limit):
+    monkeypatch.setattr(module, "IN_MEMORY", limit)
     assert find_rows("key", (7, 3)) is None
     kept = keep_rows("key", (7, 3), parts(ROWS, 3, 0, 4))
     found = find_rows("key", (7, 3))
-    assert isinstance(kept, Tensor)
-    assert isinstance(found, Tensor)
     assert torch.equal(kept, ROWS)
     assert torch.equal(found, ROWS)
-    assert files(cache) == ["features-key.f32"]
-    assert np.array_equal(np.fromfile(cache / "features-key.f32", np.float32, count=21), ROWS.flatten().numpy())
-
-
-def test_many_rows_are_in_a_file_and_found_again(many, cache):
-    kept = keep_rows("key", (7, 3), parts(ROWS, 3, 4))
-    found = find_rows("key", (7, 3))
-    assert isinstance(kept, RowFile)
-    assert isinstance(found, RowFile)
-    assert torch.equal(values(kept), ROWS)
-    assert torch.equal(values(found), ROWS)
-    assert files(cache) == ["features-key.f32"]
-
-
-def test_the_border_between_memory_and_file_is_a_number_of_bytes(monkeypatch):
-    monkeypatch.setattr(module, "IN_MEMORY", 7 * 3 * 4)
-    assert isinstance(keep_rows("a", (7, 3), parts(ROWS, 7)), Tensor)
-    assert isinstance(find_rows("a", (7, 3)), Tensor)
-    monkeypatch.setattr(module, "IN_MEMORY", 7 * 3 * 4 - 1)
-    assert isinstance(keep_rows("b", (7, 3), parts(ROWS, 7)), RowFile)
-    assert isinstance(find_rows("a", (7, 3)), RowFile)
+    found.mul_(0)  # a change of what was found never reaches the file
+    assert torch.equal(find_rows("key", (7, 3)), ROWS)
+    assert files(cache) == ["features-key.npy"]
+    assert np.array_equal(np.load(cache / "features-key.npy"), ROWS.numpy())
 
 
 def test_rows_that_are_still_in_use_are_read_although_the_cache_is_emptied(many, cache):
     kept = keep_rows("key", (7, 3), parts(ROWS, 7))
-    (cache / "features-key.f32").unlink()
-    assert torch.equal(values(kept), ROWS)
+    (cache / "features-key.npy").unlink()
+    assert torch.equal(kept, ROWS)
     assert find_rows("key", (7, 3)) is None
 
 
@@ -107,15 +85,15 @@ def test_rows_of_another_shape_are_not_taken_for_those(shape):
 
 def test_a_file_that_was_cut_is_not_taken_for_whole(cache):
     keep_rows("key", (7, 3), parts(ROWS, 7))
-    os.truncate(cache / "features-key.f32", 40)
+    os.truncate(cache / "features-key.npy", 40)
     assert find_rows("key", (7, 3)) is None
 
 
 def test_what_is_found_counts_as_used(cache):
     keep_rows("key", (7, 3), parts(ROWS, 7))
-    os.utime(cache / "features-key.f32", (1000, 1000))
+    os.utime(cache / "features-key.npy", (1000, 1000))
     find_rows("key", (7, 3))
-    assert (cache / "features-key.f32").stat().st_mtime > 1000
+    assert (cache / "features-key.npy").stat().st_mtime > 1000
 
 
 @pytest.mark.parametrize("wish", ["given", "off"])
@@ -126,25 +104,24 @@ def test_rows_that_nobody_will_ask_for_leave_nothing(monkeypatch, cache, wish):
     for limit in (0, 1000):
         monkeypatch.setattr(module, "IN_MEMORY", limit)
         kept = keep_rows(None, (7, 3), parts(ROWS, 2, 5))
-        assert isinstance(kept, Tensor) is (limit > 0)
-        assert torch.equal(values(kept), ROWS)
+        assert torch.equal(kept, ROWS)
         assert files(cache) == []
     assert find_rows(None, (7, 3)) is None
 
 
 def test_many_rows_that_nobody_will_ask_for_need_no_cache_folder_beforehand(many, cache):
-    assert torch.equal(values(keep_rows(None, (7, 3), parts(ROWS, 7))), ROWS)
+    assert torch.equal(keep_rows(None, (7, 3), parts(ROWS, 7)), ROWS)
 
 
 def test_without_a_cache_few_rows_are_in_memory_and_not_found_again(monkeypatch):
     monkeypatch.setenv("CDC_CACHE", "off")
-    assert torch.equal(values(keep_rows("key", (7, 3), parts(ROWS, 7))), ROWS)
+    assert torch.equal(keep_rows("key", (7, 3), parts(ROWS, 7)), ROWS)
     assert find_rows("key", (7, 3)) is None
 
 
 def test_a_cache_without_room_is_no_trouble_to_few_rows_and_told_of_many(monkeypatch, cache):
     monkeypatch.setenv("CDC_CACHE_GB", "0")
-    assert torch.equal(values(keep_rows("key", (7, 3), parts(ROWS, 7))), ROWS)
+    assert torch.equal(keep_rows("key", (7, 3), parts(ROWS, 7)), ROWS)
     assert files(cache) == []
     monkeypatch.setattr(module, "IN_MEMORY", 0)
     with pytest.raises(UserError, match="CDC_CACHE_GB"):
@@ -162,7 +139,7 @@ def test_work_that_fails_half_way_leaves_nothing_that_could_be_taken_for_whole(m
     assert files(cache) == []
 
 
-def kinds_of(rows: Tensor) -> list[Tensor | RowFile]:
+def kinds_of(rows: Tensor) -> list[Tensor]:
     """The same rows in memory and in a file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "IN_MEMORY", 0)

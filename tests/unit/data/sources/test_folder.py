@@ -1,3 +1,4 @@
+import logging
 import os
 import warnings
 
@@ -6,9 +7,9 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.data import decode, native_size, open_images
-from cdc_plugin.data.decode import decode_file, to_rgb
-from cdc_plugin.data.sources.base import UnreadableImageError
-from cdc_plugin.data.sources.folder import labels_from_names, list_images
+from cdc_plugin.data.decode import UnreadableImageError, decode_file, to_rgb
+from cdc_plugin.data.sources import folder
+from cdc_plugin.data.sources.folder import find_class_folders, list_images
 from cdc_plugin.errors import UserError
 
 
@@ -51,7 +52,7 @@ def test_labels_can_be_dropped(tmp_path):
     ],
 )
 def test_which_layouts_hold_labels(names, labels, classes):
-    found, class_names = labels_from_names(names)
+    found, class_names = find_class_folders(names)
     assert (None if found is None else found.tolist(), class_names) == (labels, classes)
 
 
@@ -179,13 +180,32 @@ def test_first_frame_of_an_animation_is_taken(tmp_path):
     assert open_images(tmp_path, 20).images[0, 0, 0].tolist() == [255, 0, 0]
 
 
-def test_digest_changes_with_the_files_only(tmp_path):
-    first = save(tmp_path / "1.png")
+@pytest.mark.parametrize("change", ["added", "removed", "renamed", "rewritten", "touched"])
+def test_digest_changes_with_the_files_only(tmp_path, change):
+    first = save(tmp_path / "a" / "1.png")
     save(tmp_path / "2.png", color=(1, 2, 3))
     before = open_images(tmp_path).digest
     assert open_images(tmp_path, 64, labels=False).digest == before
-    first.rename(tmp_path / "3.png")
+    if change == "added":
+        save(tmp_path / "b" / "1.png")
+    elif change == "removed":
+        first.unlink()
+    elif change == "renamed":
+        first.rename(tmp_path / "a" / "3.png")
+    elif change == "rewritten":
+        save(first, size=(41, 41))
+    else:
+        os.utime(first, ns=(10**18, 10**18))
     assert open_images(tmp_path).digest != before
+
+
+def test_a_listing_that_takes_long_logs_how_many_images_it_has_found(tmp_path, monkeypatch, caplog):
+    for name in ("1.png", "a/2.png", "b/3.png"):
+        save(tmp_path / name)
+    monkeypatch.setattr(folder, "LOG_INTERVAL", -1)
+    with caplog.at_level(logging.INFO):
+        list_images(tmp_path)
+    assert f"{tmp_path}: 2 images so far" in caplog.text
 
 
 def test_native_size_is_the_side_of_uniform_squares(tmp_path):
@@ -242,7 +262,7 @@ def test_files_of_any_size_are_read_alike(tmp_path, monkeypatch):
     for ending in ("png", "tif", "webp", "bmp"):
         Image.fromarray(pixels).save(tmp_path / f"a.{ending}", **({"lossless": True} if ending == "webp" else {}))
     at_once = open_images(tmp_path, 20)
-    monkeypatch.setattr(decode, "AT_ONCE", 0)
+    monkeypatch.setattr(decode, "READ_WHOLE", 0)
     assert (at_once.images == pixels).all()
     assert (open_images(tmp_path, 20).images == pixels).all()
     assert at_once.skipped == []

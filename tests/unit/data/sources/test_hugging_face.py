@@ -111,7 +111,7 @@ def test_files_that_are_written_again_in_place_give_another_digest(tmp_path):
 def test_of_several_parquet_files_the_damaged_one_is_named(tmp_path):
     pictures().to_parquet(tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"no table")
-    with pytest.raises(UserError, match=r"b\.parquet can not be read as parquet \(Parquet"):
+    with pytest.raises(UserError, match=r"b\.parquet cannot be read as parquet \(Parquet"):
         open_images(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_what_the_hub_does_not_give_is_said_in_one_line(monkeypatch):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"hf:owner/name can not be loaded \(no route\); expected hf:NAME:SPLIT"):
+    with pytest.raises(UserError, match=r"hf:owner/name cannot be loaded \(no route\); expected hf:NAME:SPLIT"):
         open_images("hf:owner/name", 16)
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from cdc_plugin.data import datasets, native_size, open_images
-from cdc_plugin.data.sources.named import SUPERCLASSES, class_list, coarse_labels, data_root
+from cdc_plugin.data.sources.named import SUPERCLASSES, find_coarse_labels, find_data_root, read_class_list
 from cdc_plugin.errors import UserError
 
 # Superclass of the 100 fine classes in alphabetical order, as the CIFAR-100 files number them.
@@ -33,7 +33,7 @@ def test_digits_come_with_the_package_and_equal_those_of_scikit_learn():
 
 def test_superclasses_are_twenty_times_five_and_numbered_officially():
     assert [len(names.split()) for names in SUPERCLASSES.values()] == [5] * 20
-    assert coarse_labels(np.arange(100)).tolist() == OFFICIAL
+    assert find_coarse_labels(np.arange(100)).tolist() == OFFICIAL
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,16 @@ def test_superclasses_are_twenty_times_five_and_numbered_officially():
     ],
 )
 def test_class_lists_hold_distinct_wordnet_numbers(name, count):
-    classes = class_list(name)
+    classes = read_class_list(name)
     assert len(set(classes)) == len(classes) == count
     assert all(len(wnid) == 9 and wnid[0] == "n" and wnid[1:].isdigit() for wnid in classes)
     assert name in datasets
 
 
 def test_smaller_scan_subsets_lie_within_the_larger_ones():
-    assert set(class_list("imagenet50")) < set(class_list("imagenet100")) < set(class_list("imagenet200"))
+    assert (
+        set(read_class_list("imagenet50")) < set(read_class_list("imagenet100")) < set(read_class_list("imagenet200"))
+    )
 
 
 def fake_cifar(count, classes):
@@ -130,15 +132,15 @@ def test_tiny_imagenet_is_its_training_folder(tmp_path):
 
 @pytest.mark.parametrize("place", [".", "train", "imagenet/train", "imagenet10"])
 def test_imagenet_subset_takes_its_classes_only(tmp_path, place):
-    save_classes(tmp_path / place, [*class_list("imagenet10"), "n01440764"], count=1)
+    save_classes(tmp_path / place, [*read_class_list("imagenet10"), "n01440764"], count=1)
     images = open_images("imagenet10", 32, root=tmp_path)
     assert len(images) == 10
-    assert images.class_names == sorted(class_list("imagenet10"))
+    assert images.class_names == sorted(read_class_list("imagenet10"))
     assert images.names[0] == "n02056570/n02056570_0.JPEG"
 
 
 def test_missing_imagenet_classes_are_listed(tmp_path):
-    classes = class_list("imagenet10")
+    classes = read_class_list("imagenet10")
     save_classes(tmp_path, classes[:-2], count=1)
     with pytest.raises(UserError, match=f"8 of 10 are there, missing: {classes[-2]} {classes[-1]}"):
         open_images("imagenet10", root=tmp_path)
@@ -153,10 +155,10 @@ def test_native_sizes_are_known_without_the_files():
 
 def test_data_folder_is_argument_then_environment_then_default(monkeypatch, tmp_path):
     monkeypatch.delenv("CDC_DATA", raising=False)
-    assert str(data_root()) == "data"
+    assert str(find_data_root()) == "data"
     monkeypatch.setenv("CDC_DATA", str(tmp_path))
-    assert data_root() == tmp_path
-    assert data_root("elsewhere").name == "elsewhere"
+    assert find_data_root() == tmp_path
+    assert find_data_root("elsewhere").name == "elsewhere"
 
 
 def test_mistyped_name_is_answered_with_the_known_ones():

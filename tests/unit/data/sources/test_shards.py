@@ -13,7 +13,6 @@ from PIL import Image
 
 from cdc_plugin.data import native_size, open_images
 from cdc_plugin.data.sources import shards
-from cdc_plugin.data.sources.shards import shard_files
 from cdc_plugin.data.stream import open_stream
 from cdc_plugin.errors import UserError
 
@@ -178,7 +177,7 @@ def test_that_labels_are_not_used_is_said(tmp_path, caplog):
 
 
 def test_a_listing_that_takes_long_says_how_far_it_is(folder, monkeypatch, caplog):
-    monkeypatch.setattr(shards, "TELL", -1)
+    monkeypatch.setattr(shards, "LOG_INTERVAL", -1)
     with caplog.at_level(logging.INFO):
         open_images(str(folder), 16)
     assert "listing shards: 1 of 2, 3 images so far" in caplog.text
@@ -214,7 +213,6 @@ def test_shards_without_images_are_refused(tmp_path):
 
 def test_folders_that_hold_images_are_no_shards(folder):
     Image.fromarray(PIXELS[0]).save(folder / "1.png")
-    assert shard_files(str(folder)) is None
     assert open_images(folder, 16).names == ["1.png"]
 
 
