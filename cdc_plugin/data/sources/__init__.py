@@ -28,6 +28,7 @@ from cdc_plugin.data.sources.shards import COMPRESSED, describe_shards
 from cdc_plugin.data.views import SMALL_SIDE
 from cdc_plugin.errors import DataError
 
+ARRAY_FILES = (".npz", ".npy")
 LOOKS = 16
 PATHS = (
     "a folder of images, a .npz, .npy or .parquet file, tar shards ('shards/*.tar', 'part-{000..009}.tar'), "
@@ -93,7 +94,8 @@ def native_size(source: Any) -> int | None:
 
 def has_files(source: str | os.PathLike[str]) -> bool:
     """Whether images have files of their own: not those of arrays, shards, tables and data sets known by name."""
-    return find_kind(source) in ("folder", "image", None)
+    is_array = Path(source).suffix.lower() in ARRAY_FILES  # whether it exists or not
+    return not is_array and find_kind(source) in ("folder", "image", None)
 
 
 def find_kind(source: str | os.PathLike[str]) -> Kind | None:
@@ -103,7 +105,7 @@ def find_kind(source: str | os.PathLike[str]) -> Kind | None:
     ('named', 'hub', 'shards')
     """
     text, path = os.fspath(source), Path(source).expanduser()
-    if path.suffix.lower() in (".npz", ".npy") and path.is_file():
+    if path.suffix.lower() in ARRAY_FILES and path.is_file():
         return "array"
     if isinstance(source, str) and source in datasets:  # before a folder of that name
         return "named"
