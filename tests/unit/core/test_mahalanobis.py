@@ -64,3 +64,18 @@ def test_too_few_images_flag_nothing(count):
 def test_collapsed_features_give_finite_distances():
     prototypes = fit_prototypes(torch.ones(50, 6), torch.zeros(50, dtype=torch.long), 3)
     assert torch.isfinite(prototypes.distance(torch.ones(5, 6))).all()
+
+
+def test_each_half_of_the_images_is_measured_by_the_prototypes_of_the_other_for_the_limit(randomness):
+    features, assignment = blobs(400, 6, 2, randomness)
+    assignment = torch.arange(400) // 2 % 2  # clusters in both halves
+    features = torch.where((torch.arange(400) % 2 == 0)[:, None], features, features + 1.0)  # unlike halves
+    parts = [slice(0, None, 2), slice(1, None, 2)]
+    distances = torch.cat(
+        [
+            fit_prototypes(features[fitted], assignment[fitted], 2).distance(features[measured])
+            for fitted, measured in (parts, parts[::-1])
+        ]
+    )
+    limit = distances.sort().values[int(0.99 * 400)].item()
+    assert fit_prototypes(features, assignment, 2).limit == pytest.approx(limit, rel=1e-4)

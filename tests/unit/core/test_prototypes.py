@@ -166,3 +166,63 @@ def test_degenerate_features_give_finite_heads(features, clusters, hidden):
     network.initialize(head)
     F.cross_entropy(network(features), head.partition).backward()
     assert all(torch.isfinite(p.grad).all() for p in network.parameters() if p.grad is not None)
+
+
+def polar_factor(weight: np.ndarray) -> np.ndarray:
+    left, _, right = np.linalg.svd(weight, full_matrices=False)
+    return left @ right
+
+
+def mean_rows(rows: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return for every row the mean of the rows of its group."""
+    return np.stack([rows[groups == group].mean(axis=0) for group in groups])
+
+
+def test_a_head_is_the_one_of_section_3_3_written_out():
+    features = torch.randn(300, 12, generator=seeded(4)) + 0.5 * separated(300, 4, 12)
+    clusters, hidden, randomness = 4, 9, seeded()
+    directions = standardize_rows(features)
+    runs = sorted((kmeans(directions, clusters, randomness) for _ in range(STARTS)), key=lambda run: run.inertia)
+    # The same numbers are drawn in the same order.
+    prototypes = kmeans(directions, hidden, randomness, iterations=20).centers
+    first = polar_factor(prototypes.double().numpy())
+    before = features.double().numpy() @ first.T
+    mean, variance = before.mean(axis=0), before.var(axis=0)
+    activations = np.maximum(0, (before - mean) / np.sqrt(variance + BATCHNORM_EPSILON))
+    rows = activations - activations.mean(axis=1, keepdims=True)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    partition = runs[0].assignment.numpy()
+    means = np.stack([rows[partition == cluster].mean(axis=0) for cluster in range(clusters)])
+    # Centred rows are dependent: the direction that they do not span is left out.
+    left, size, right = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
+    second = (left * (size > 1e-5 * size.max())) @ right
+    logits = activations @ second.T
+    votes = [mean_rows(np.eye(clusters)[logits.argmax(axis=1)], run.assignment.numpy()) for run in runs]
+    neighbours = kmeans(directions, 2 * clusters, randomness, iterations=20).assignment.numpy()
+    targets = torch.from_numpy(mean_rows(np.mean(votes, axis=0), neighbours))
+    scale = minimize_scalar(
+        lambda power: F.cross_entropy(torch.from_numpy(logits * np.exp(power)), targets).item(),
+        bounds=(-8, 8),
+        method="bounded",
+        options={"xatol": 1e-8},
+    )
+    head = fit_prototype_head(features, clusters, hidden, seeded())
+    np.testing.assert_allclose(head.first.numpy(), first, atol=1e-4)
+    np.testing.assert_allclose(head.mean.numpy(), mean, atol=1e-4)
+    np.testing.assert_allclose(head.variance.numpy(), variance, rtol=1e-3)
+    np.testing.assert_allclose(head.second.numpy(), second * np.exp(scale.x), rtol=1e-2, atol=1e-3)
+    assert torch.equal(head.partition, runs[0].assignment)
+
+
+def test_refined_centres_take_the_place_of_the_sample_and_are_assigned_to():
+    features = torch.randn(200, 6, generator=seeded(4))
+    refined = []
+
+    def refine(centers: torch.Tensor) -> torch.Tensor:
+        refined.append(centers + 0.3 * torch.randn(centers.shape, generator=seeded(8)))
+        return refined[0]
+
+    head = fit_prototype_head(features, 3, 8, seeded(), refine)
+    assert torch.equal(head.centers, refined[0])
+    assert torch.equal(head.partition, torch.cdist(standardize_rows(features), refined[0]).argmin(dim=1))
+    assert not torch.equal(head.partition, fit_prototype_head(features, 3, 8, seeded()).partition)

@@ -3,6 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
 
 
@@ -111,3 +112,11 @@ def test_hard_targets_are_the_most_probable_clusters():
     targets = hard_targets(probs)
     assert targets.tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     assert targets.dtype == probs.dtype
+
+
+def test_mini_clusters_are_those_of_kmeans_after_twenty_iterations():
+    features = torch.randn(300, 6, generator=seeded(5))
+    assignment = find_mini_clusters(features, 12, seeded())
+    directions = F.normalize(features, dim=1)
+    assert torch.equal(assignment, kmeans(directions, 12, seeded(), iterations=20).assignment)
+    assert not torch.equal(assignment, kmeans(directions, 12, seeded(), iterations=1).assignment)

@@ -226,3 +226,91 @@ def test_nothing_is_refused_after_the_last_epoch_or_where_the_user_wants_to_go_o
     refuse_dead(DEAD, settings(epochs=3))
     refuse_dead(DEAD, settings(on_collapse="warn"))
     refuse_dead([], settings())
+
+
+TWO, BOTH = {"clusters": 2}, {"used": [2, 2]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dead", "beyond", "within", "changes"),
+    [
+        ("nothing-selected", False, {"selected": [0.0049]}, {"selected": [0.0051]}, {}),
+        ("nothing-selected", True, {"selected": [0.003, 0.003]}, {"selected": [0.003, 0.004]}, {}),
+        ("nothing-selected", True, {"selected": [0.0049, 0.003]}, {"selected": [0.0051, 0.003]}, {}),
+        ("few-selected", False, {"selected": [0.049]}, {"selected": [0.051]}, {}),
+        ("few-selected", False, {"selected": [0.0051]}, {"selected": [0.0049]}, {}),
+        ("few-selected", False, {"selected": [0.099]}, {"selected": [0.101]}, {"selection": "fixed"}),
+        ("selection-shrinks", False, {"selected": [0.8, 0.479]}, {"selected": [0.8, 0.481]}, {}),
+        ("chance", False, {"confidence": [0.144]}, {"confidence": [0.146]}, {}),
+        ("chance", True, {"confidence": [0.117] * 3}, {"confidence": [0.117, 0.119, 0.117]}, {}),
+        ("chance", True, {"confidence": [0.117] * 3}, {"confidence": [0.117] * 2}, {}),
+        ("chance", True, {"confidence": [0.117] * 3}, {"confidence": [0.116, 0.117, 0.117]}, {}),
+        ("confidence-falls", False, {"confidence": [0.8, 0.559]}, {"confidence": [0.8, 0.561]}, {}),
+        ("confidence-falls", False, {"confidence": [0.8, 0.639]}, {"confidence": [0.8, 0.641]}, {"batch_size": 99}),
+        ("confidence-falls", False, {"confidence": [0.8, 0.559]}, {"confidence": [0.8, 0.561]}, {"batch_size": 100}),
+        (
+            "confidence-falls",
+            False,
+            {"confidence": [0.8, 0.559]},
+            {"confidence": [0.8, 0.561]},
+            {"batch_size": 99, "init": "keep"},
+        ),
+        (
+            "confidence-falls",
+            False,
+            {"confidence": [0.8, 0.719], "selected": [0.3, 0.199]},
+            {"confidence": [0.8, 0.719], "selected": [0.3, 0.201]},
+            {},
+        ),
+        (
+            "confidence-falls",
+            False,
+            {"confidence": [0.8, 0.719], "selected": [0.3, 0.199]},
+            {"confidence": [0.8, 0.721], "selected": [0.3, 0.199]},
+            {},
+        ),
+        ("one-cluster", False, {"largest": [0.12, 0.326]}, {"largest": [0.12, 0.324]}, {}),
+        ("one-cluster", False, {"largest": [0.17, 0.341]}, {"largest": [0.17, 0.339]}, {}),
+        ("one-cluster", False, {"largest": [0.641]}, {"largest": [0.639]}, {}),
+        ("one-cluster", True, {"largest": [0.981, 0.981]}, {"largest": [0.979, 0.981]}, {}),
+        ("one-cluster", True, {"largest": [0.981, 0.981]}, {"largest": [0.981, 0.979]}, {}),
+        ("one-cluster", True, {"largest": [0.9, 0.9], "used": [1, 1]}, {"largest": [0.9, 0.9], "used": [1, 2]}, {}),
+        ("one-cluster", False, {"largest": [0.89, 0.981], **BOTH}, {"largest": [0.89, 0.979], **BOTH}, TWO),
+        ("one-cluster", False, {"largest": [0.89, 0.981], **BOTH}, {"largest": [0.91, 0.981], **BOTH}, TWO),
+        ("one-cluster", True, {"largest": [0.99] * 2, "used": [1, 1]}, {"largest": [0.99] * 2, "used": [2, 2]}, TWO),
+        ("clusters-die", False, {"used": [7]}, {"used": [8]}, {}),
+        ("clusters-die", False, {"used": [6]}, {"used": [7]}, {"clusters": 8}),
+        ("over-confident", False, {"confidence": [0.981], "used": [5]}, {"confidence": [0.979], "used": [5]}, {}),
+        ("over-confident", False, {"confidence": [0.981], "used": [5]}, {"confidence": [0.981], "used": [6]}, {}),
+    ],
+)  # fmt: skip
+def test_a_finding_begins_beyond_its_threshold(kind, dead, beyond, within, changes):
+    for columns, expected in ((beyond, True), (within, False)):
+        findings = detect(history(**columns), settings(**changes))
+        assert ((kind, dead) in {(finding.kind, finding.dead) for finding in findings}) is expected
+
+
+@pytest.mark.parametrize(
+    ("words", "columns", "changes", "other_columns", "other_changes"),
+    [
+        ("% in epoch 1", {"largest": [0.3, 0.7]}, {}, {"largest": [0.7]}, {}),
+        ("another backbone", {"used": [7], "confidence": [0.279]}, {}, {"used": [7], "confidence": [0.281]}, {}),
+        ("another backbone", {"used": [7], "largest": [0.641]}, {}, {"used": [7], "largest": [0.639]}, {}),
+        ("Try lr_backbone", {"used": [7]}, {"lr_backbone": 1.01e-3}, {"used": [7]}, {"lr_backbone": 1e-3}),
+        ("Try lr_heads", {"used": [7]}, {"lr_heads": 2.01e-3}, {"used": [7]}, {"lr_heads": 2e-3}),
+        ("fewer clusters", {"used": [7]}, {"batch_size": 99}, {"used": [7]}, {"batch_size": 100}),
+        ("entropy_weight=1", {"used": [7]}, {"entropy_weight": 0.9}, {"used": [7]}, {"entropy_weight": 1.0}),
+        ("clusters=2", {"used": [2]}, {}, {"used": [1]}, {}),
+        (
+            "threshold=0.8",
+            {"selected": [0.01]},
+            {"selection": "fixed", "threshold": 0.85},
+            {"selected": [0.01]},
+            {"selection": "fixed", "threshold": 0.8},
+        ),
+    ],
+)
+def test_a_remedy_is_named_only_where_it_can_help(words, columns, changes, other_columns, other_changes):
+    for rows, config, expected in ((columns, changes, True), (other_columns, other_changes, False)):
+        texts = [finding.text for finding in detect(history(**rows), settings(**config))]
+        assert any(words in text for text in texts) is expected
