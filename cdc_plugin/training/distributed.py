@@ -87,8 +87,6 @@ class Distributed:
 
     def check_same_images(self, digest: str, image_count: int) -> None:
         """Refuse to train on different files: every process must see the same list of images."""
-        if self.size == 1:
-            return
         seen: list[Any] = [None] * self.size
         dist.all_gather_object(seen, (digest, image_count))
         for rank, (other, count) in enumerate(seen):

@@ -23,7 +23,7 @@ from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.losses import calibrations, check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
-from cdc_plugin.data.images import ImageSet, open_images
+from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
@@ -98,11 +98,11 @@ def prepare(
         return loaded, resolve_input(loaded.backbone, images), images
 
     loaded, backbone, images = distributed.raise_together(open_inputs)
-    distributed.check_same_images(images.digest, len(images))
     settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
     training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
     check_processes(settings, distributed.size)
     if distributed.size > 1:
+        distributed.check_same_images(digest_image_list(images), len(images))
         log.info("%d processes train together", distributed.size)
     backbone.place(runtime.device, settings.compile, not settings.freeze_backbone)
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)

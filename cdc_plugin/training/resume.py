@@ -11,7 +11,7 @@ from torch import nn
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, as_resolved, resolve
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.data.images import ImageSet
+from cdc_plugin.data.images import ImageSet, digest_image_list
 from cdc_plugin.errors import ConfigError, DataError
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
@@ -60,6 +60,8 @@ def resume_run(
         return images
 
     images = distributed.raise_together(open_again)
+    if distributed.size > 1:
+        distributed.check_same_images(digest_image_list(images), len(images))
     heads = [build_head(state["heads"], backbone.feature_dim, str(folder)) for _ in range(2)]
     log.info("resuming after epoch %d", state["refiner"]["epoch"])
     if settings.freeze_backbone:
