@@ -1,4 +1,4 @@
-"""Any clustering model on any images, as it is: figures, and the files that tell of them. Read `evaluate` first.
+"""Evaluate any clustering model on any images, as it is. Read `evaluate` first.
 
 Nothing is trained or changed, and ground truth is for the report only.
 """
@@ -19,12 +19,12 @@ from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_inpu
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import ConfigError, DataError, option
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
 from cdc_plugin.evaluation.outputs import (
     ModelOutputs,
-    ask_kmeans,
-    measure_answers,
+    cluster_by_kmeans,
+    measure_outputs,
     outlier_reference,
     quality_card,
     run_model,
@@ -42,11 +42,11 @@ from cdc_plugin.training.runtime import choose_device
 
 @dataclass(frozen=True)
 class Task:
-    """What every model of an evaluation is shown.
+    """The images that every model of an evaluation is run on.
 
     Args:
-        root: where named data sets lie.
-        clusters: the most clusters of any of the models; so many images there must be.
+        root: folder of named data sets.
+        clusters: the largest number of clusters of any model; at least as many images are needed.
     """
 
     data: Any
@@ -74,20 +74,20 @@ def evaluate(
 
     Args:
         model: a result folder of ``cdc-refine``, a checkpoint of SCAN, SeCu and others, or a `Clusterer`.
-        data: as for ``refine``; left out, the images that the model was refined on.
-        ood: one or several sets of images that belong to none of the clusters, to see whether the model can tell.
+        data: as for ``refine``; if left out, the images that the model was refined on.
+        ood: one or several sets of images that belong to none of the clusters, to see whether the model notices.
         out: folder for the files; a new one below ``cdc-runs`` if left out.
-        head, format, arch: for checkpoints of others, where the file does not tell.
+        head, format, arch: for checkpoints of other frameworks, where the file does not say.
         labels: False ignores class sub-folders and label arrays.
     """
-    subject = open_model(model, format=format, arch=arch, head=head)
-    given = {"--format": format, "--arch": arch, "--head": head}
-    needless = [f"{name} {value}" for name, value in given.items() if value is not None]
-    if needless and not subject.foreign:
-        raise UserError(f"{subject.path or 'the model'} states its own network and heads; leave {needless[0]} out")
-    task = _task([subject], data, ood, labels, device)
-    with evaluation_folder(out, f"{subject.name}-evaluation", overwrite) as folder:
-        return assess(subject, task, folder)
+    evaluated = open_model(model, format=format, arch=arch, head=head)
+    hints = {"format": format, "arch": arch, "head": head}
+    needless = [option(name, value) for name, value in hints.items() if value is not None]
+    if needless and not evaluated.foreign:
+        raise ConfigError(f"{evaluated.path or 'the model'} states its own network and heads; leave {needless[0]} out")
+    task = _build_task([evaluated], data, ood, labels, device)
+    with evaluation_folder(out, f"{evaluated.name}-evaluation", overwrite) as folder:
+        return _evaluate_one(evaluated, task, folder)
 
 
 def compare(
@@ -104,87 +104,89 @@ def compare(
     labels: bool = True,
     device: str = "auto",
 ) -> list[Report]:
-    """Evaluate several models on the same images: each in a sub-folder of its name, and one page of all.
+    """Evaluate several models on the same images: each in a sub-folder of its name, plus one page that compares them.
 
     Args:
-        data: left out, the images of the first model for which it is known what it was refined on.
-        names: what to call the models, one name each.
-        head, format, arch: for those of the models that are checkpoints of others.
+        data: if left out, the images of the first model that states what it was refined on.
+        names: a name for each model.
+        head, format, arch: for those models that are checkpoints of other frameworks.
     """
     if len(models) < 2:
-        raise UserError("a comparison takes at least two models; name another one")
+        raise ConfigError("a comparison needs at least two models; name another one")
     if names and (len(names) != len(models) or len(set(names)) < len(names)):
-        raise UserError(f"{len(models)} models take as many different names; found {', '.join(names)}")
+        raise ConfigError(f"{len(models)} models need as many different names; found {', '.join(names)}")
     if any(name in ("", "..") or Path(name).name != name for name in names):
-        raise UserError(f"the names of models are used for folders and have no slash; found {', '.join(names)}")
-    subjects = [open_model(model, format=format, arch=arch, head=head) for model in models]
-    chosen = names or distinct_names(subjects)
-    subjects = [replace(subject, name=name) for subject, name in zip(subjects, chosen, strict=True)]
-    task = _task(subjects, data, ood, labels, device)
+        raise ConfigError(f"names of models become folders and cannot contain a slash; found {', '.join(names)}")
+    opened = [open_model(model, format=format, arch=arch, head=head) for model in models]
+    chosen = names or distinct_names(opened)
+    opened = [replace(evaluated, name=name) for evaluated, name in zip(opened, chosen, strict=True)]
+    task = _build_task(opened, data, ood, labels, device)
     with evaluation_folder(out, "comparison", overwrite) as folder:
-        reports = [assess(subject, task, folder / subject.name) for subject in subjects]
-        found = [report.metrics for report in reports]
+        reports = [_evaluate_one(evaluated, task, folder / evaluated.name) for evaluated in opened]
+        metrics = [report.metrics for report in reports]
         record = {
             "schema_version": SCHEMA_VERSION,
             "kind": "model_comparison",
-            "data": found[0]["data"],
-            "models": found,
+            "data": metrics[0]["data"],
+            "models": metrics,
         }
         _write_json(folder / REPORT, record)
-        columns = [compared_model(each) for each in found]
-        write_comparison(folder / PAGE, comparison_title(found), comparison_facts(found), columns)
+        columns = [compared_model(figures) for figures in metrics]
+        write_comparison(folder / PAGE, comparison_title(metrics), comparison_facts(metrics), columns)
         return reports
 
 
-def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
-    """Show one model the images, measure its answers, and write the three files."""
+def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report:
+    """Run one model on the images, measure its outputs, and write the three files."""
     began = time.monotonic()
-    images, outside = _open_inputs(subject, task)
-    model, device = subject.model, task.device
+    images, outside = _open_inputs(evaluated, task)
+    model, device = evaluated.model, task.device
     model.backbone = resolve_input(model.backbone, images)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    log.info("%s: %s, %s; %d images", subject.name, subject.writer, subject.network, len(images))
+    log.info("%s: %s, %s; %d images", evaluated.name, evaluated.writer, evaluated.network, len(images))
 
-    run = subject.run if subject.run is not None and subject.run.digest == images.digest else None
+    run = evaluated.run if evaluated.run is not None and evaluated.run.digest == images.digest else None
     # What a run measured with labels is not shown beside what is measured without them.
     earlier = run.report if run is not None and run.report.get("labels") == (images.labels is not None) else {}
-    answers = run_model(subject, images, device)
-    kmeans = ask_kmeans(subject, answers, device)
-    # A run also knows how stable its last epochs were, so its own card is the better one.
+    outputs = run_model(evaluated, images, device)
+    kmeans = cluster_by_kmeans(evaluated, outputs, device)
+    # A run also measured how stable its last epochs were, so its own card is the better one.
     card = run.report.get("label_free", {}) if run is not None else {}
     if "warnings" not in card:
-        card = quality_card(subject, answers, kmeans, images, device)
+        card = quality_card(evaluated, outputs, kmeans, images, device)
     metrics = start_record("evaluation", images, model.clusters) | {
         "model": {
-            "name": subject.name,
-            "path": subject.path,
-            "options": list(subject.options),
-            "writer": subject.writer,
-            "network": subject.network,
-            "heads": subject.heads,
+            "name": evaluated.name,
+            "path": evaluated.path,
+            "options": list(evaluated.options),
+            "writer": evaluated.writer,
+            "network": evaluated.network,
+            "heads": evaluated.heads,
             "input_size": model.backbone.input_size,
             "mean": model.backbone.mean.tolist(),
             "std": model.backbone.std.tolist(),
         },
         "before": earlier.get("before"),
-        "after": measure_answers(answers, kmeans, images.labels),
+        "after": measure_outputs(outputs, kmeans, images.labels),
         "old_model": earlier.get("old_model"),
         "label_free": card,
-        "outside": _outside(subject, answers, None if run is not None else model.prototypes, outside, device),
+        "outside": _score_all_outside(
+            evaluated, outputs, None if run is not None else model.prototypes, outside, device
+        ),
         "seconds": round(time.monotonic() - began, 1),
     }
-    more = {"trusted": trusted_samples(answers.calibration)}
+    columns = {"trusted": trusted_samples(outputs.calibration)}
     if model.prototypes is not None:
-        more |= compute_outlier_columns(model.prototypes, answers.features)
-    table = build_prediction_table(images.names, answers.clustering, answers.calibration, more)
+        columns |= compute_outlier_columns(model.prototypes, outputs.features)
+    table = build_prediction_table(images.names, outputs.clustering, outputs.calibration, columns)
     page = page_of_evaluation(
         metrics,
         table,
-        answers.calibration,
+        outputs.calibration,
         images,
         history=run.history if run is not None else [],
         settings=run.settings if run is not None else None,
-        command=_command(subject, task),
+        command=_command(evaluated, task),
     )
     folder.mkdir(exist_ok=True)
     write_table(folder / PREDICTIONS, table)
@@ -193,64 +195,64 @@ def assess(subject: EvaluatedModel, task: Task, folder: Path) -> Report:
     return Report(metrics, table, folder)
 
 
-def _outside(
-    subject: EvaluatedModel,
+def _score_all_outside(
+    evaluated: EvaluatedModel,
     inside: ModelOutputs,
     prototypes: Prototypes | None,
     sets: list[ImageSet],
     device: torch.device,
 ) -> list[dict[str, Any]]:
-    """How well the model tells each outside set from the images."""
+    """Return how well the model separates each outside set from the images."""
     if not sets:
         return []
-    by = outlier_reference(inside, prototypes)
-    found = []
+    reference = outlier_reference(inside, prototypes)
+    records = []
     for images in sets:
-        scores = score_outside(inside, run_model(subject, images, device), by)
-        found.append({"data": images.source, "images": len(images), "scores": scores})
-    return found
+        scores = score_outside(inside, run_model(evaluated, images, device), reference)
+        records.append({"data": images.source, "images": len(images), "scores": scores})
+    return records
 
 
-def _task(subjects: list[EvaluatedModel], data: Any, ood: Any, labels: bool, device: str) -> Task:
-    """Return what is asked for; images that are not named are those of the first run among the models."""
+def _build_task(evaluated_models: list[EvaluatedModel], data: Any, ood: Any, labels: bool, device: str) -> Task:
+    """Return the task; images that are not named are those of the first run among the models."""
     root = None
     if data is None:
-        config = next((subject.run.config for subject in subjects if subject.run is not None), None)
+        config = next((evaluated.run.config for evaluated in evaluated_models if evaluated.run is not None), None)
         if config is None or config.data is None or config.data.startswith("<"):
-            whose = subjects[0].path or "the model"
-            raise UserError(f"{whose} does not say which images it was made from; name some with --data")
+            whose = evaluated_models[0].path or "the model"
+            raise ConfigError(f"{whose} does not say which images it was made from; add {option('data', 'FOLDER')}")
         data, root, labels = config.data, config.data_root, labels and config.labels
-    most = max(subject.model.clusters for subject in subjects)
+    most = max(evaluated.model.clusters for evaluated in evaluated_models)
     sets = tuple(ood) if isinstance(ood, list | tuple) else (ood,)
     return Task(data, sets, root, labels, most, choose_device(device))
 
 
-def _open_inputs(subject: EvaluatedModel, task: Task) -> tuple[ImageSet, list[ImageSet]]:
-    """Return the images and the outside sets; every path is looked at before the first image is read."""
-    backbone = subject.model.backbone
+def _open_inputs(evaluated: EvaluatedModel, task: Task) -> tuple[ImageSet, list[ImageSet]]:
+    """Return the images and the outside sets; every path is checked before the first image is read."""
+    backbone = evaluated.model.backbone
     adopt_native_size(backbone, task.data, task.root)
     side = storage_size(backbone.input_size)
     sources = [describe_source(source, side, task.root) for source in (task.data, *task.ood)]
     images, *outside = (
         open_images(source, backbone.input_size, labels=task.labels, progress=show_progress) for source in sources
     )
-    for found in (images, *outside):
-        for name, reason in found.skipped:
+    for image_set in (images, *outside):
+        for name, reason in image_set.skipped:
             log.warning("skipped %s: %s", name, reason)
     if len(images) < task.clusters:
-        raise UserError(
+        raise DataError(
             f"{images.source} has {len(images)} readable images, too few to evaluate {task.clusters} clusters; "
             "add images, or sort these with cdc-predict"
         )
     return images, outside
 
 
-def _command(subject: EvaluatedModel, task: Task) -> str | None:
-    """Return what to type to get this report again; None where something was given in Python."""
+def _command(evaluated: EvaluatedModel, task: Task) -> str | None:
+    """Return what to type to get this report again; None if the model or images were passed as Python objects."""
     sources = (task.data, *task.ood)
-    if subject.path is None or not all(isinstance(source, str | Path) for source in sources):
+    if evaluated.path is None or not all(isinstance(source, str | Path) for source in sources):
         return None
-    words = ["cdc-evaluate", "--model", subject.path, *subject.options, "--data", str(task.data)]
+    words = ["cdc-evaluate", "--model", evaluated.path, *evaluated.options, "--data", str(task.data)]
     words += ["--ood", *map(str, task.ood)] if task.ood else []
     words += [] if task.labels else ["--no-labels"]
     return shlex.join(words)

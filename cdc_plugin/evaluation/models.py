@@ -1,4 +1,4 @@
-"""What an evaluation is about: a clustering model of any origin, and what its own run has written about it."""
+"""Open a clustering model of any origin, together with what its own run wrote about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
 from cdc_plugin.checkpoints.load_model import build_clusterer, is_result, load_model
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError, UserError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.run_folder import CONFIG, HISTORY, LOG, REPORT, STATE
@@ -22,10 +22,10 @@ from cdc_plugin.training.run_folder import CONFIG, HISTORY, LOG, REPORT, STATE
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run of ``cdc-refine`` left beside its model.
+    """The files that a run of ``cdc-refine`` left beside its model.
 
     Args:
-        digest: of the images it was refined on; "" where unknown.
+        digest: of the images it was refined on; "" if unknown.
         settings: its config.yaml, as text.
     """
 
@@ -41,10 +41,10 @@ class EvaluatedModel:
     """A model to be evaluated.
 
     Args:
-        path: what the user gave; None for a model given in Python.
+        path: as the user typed it; None for a model passed as a Python object.
         writer: what made it: "cdc-refine", "SCAN (self-labelling)".
-        run: None for checkpoints of others.
-        options: what the user said of a checkpoint, as words of a command line.
+        run: None for checkpoints of other frameworks.
+        options: the hints that the user gave for reading a checkpoint, as words of a command line.
         warnings: what the quality card said when it was refined.
     """
 
@@ -58,7 +58,7 @@ class EvaluatedModel:
 
     @property
     def network(self) -> str:
-        """In words; images may settle what the checkpoint left open, so it is asked for after that."""
+        """Describe the network; call it once images have settled what the checkpoint left open."""
         return describe(self.model.backbone.spec)
 
     @property
@@ -67,32 +67,33 @@ class EvaluatedModel:
 
     @property
     def foreign(self) -> bool:
-        """Whether it is somebody else's model, which can be refined."""
+        """Return whether another framework wrote it, so that it can still be refined."""
         return self.path is not None and not is_result(Path(self.path))
 
 
 def open_model(
     model: str | Path | Clusterer, *, format: str | None = None, arch: str | None = None, head: int | None = None
 ) -> EvaluatedModel:
-    """Open a model in evaluation mode with all that is known of it; refuse what has no clusters (yet)."""
+    """Open a model in evaluation mode with the record of its run; refuse what has no clusters (yet)."""
     if isinstance(model, Clusterer):
         return EvaluatedModel("model", None, model.eval(), "the caller")
     path = Path(model).expanduser()
     if not path.exists() and not str(model).startswith(("timm:", "hf-hub:")):
-        raise UserError(f"there is no model {path}{_nearby(path)}; give a result folder or a clustering checkpoint")
+        raise CheckpointError(
+            f"there is no model {path}{_suggest(path)}; name a result folder or a clustering checkpoint"
+        )
     if path.name == STATE and (path.parent / CONFIG).is_file():
         path = path.parent  # the state of a run is not a model; the run may have one
     _refuse_unfinished(path)
     if path.exists() and is_result(path):
-        found = load_model(path)
         folder = path if path.is_dir() else path.parent
-        said = _provenance(folder).get("warnings") or ()
+        warnings = tuple(map(str, _provenance(folder).get("warnings") or ()))
         return EvaluatedModel(
-            _name(folder), str(path), found, "cdc-refine", read_run(folder), warnings=tuple(map(str, said))
+            _name(folder), str(path), load_model(path), "cdc-refine", read_run(folder), warnings=warnings
         )
     loaded = load_checkpoint(path if path.exists() else model, format, Wanted(arch, head=head))
-    given = {"--format": format, "--arch": arch, "--head": head}
-    options = tuple(word for name, value in given.items() if value is not None for word in (name, str(value)))
+    hints = {"--format": format, "--arch": arch, "--head": head}
+    options = tuple(word for name, value in hints.items() if value is not None for word in (name, str(value)))
     return EvaluatedModel(_name(path), str(model), build_clusterer(loaded, model), loaded.origin.writer, None, options)
 
 
@@ -109,12 +110,12 @@ def read_run(folder: Path) -> RunRecord | None:
     )
 
 
-def distinct_names(subjects: list[EvaluatedModel]) -> list[str]:
-    """One name a model, usable as a folder: its own, its parent's where several are called alike, else numbered."""
-    own = [subject.name for subject in subjects]
+def distinct_names(models: list[EvaluatedModel]) -> list[str]:
+    """Return a different name for each model, usable as a folder: its own, else its parent's, else numbered."""
+    own_names = [model.name for model in models]
     names = [
-        Path(subject.path).absolute().parent.name or name if subject.path and own.count(name) > 1 else name
-        for subject, name in zip(subjects, own, strict=True)
+        Path(model.path).absolute().parent.name or name if model.path and own_names.count(name) > 1 else name
+        for model, name in zip(models, own_names, strict=True)
     ]
     return [
         f"{name}-{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)
@@ -124,26 +125,26 @@ def distinct_names(subjects: list[EvaluatedModel]) -> list[str]:
 def _refuse_unfinished(folder: Path) -> None:
     """Refuse a run in progress, which has a state and no model; say how far it is and how to resume it."""
     if folder.is_dir() and {path.name for path in folder.iterdir()} == {LOG}:
-        raise UserError(f"{folder} holds only the log of a run that could not start; {folder / LOG} says why")
+        raise CheckpointError(f"{folder} holds only the log of a run that could not start; {folder / LOG} says why")
     if (folder / DESCRIPTION).is_file() or not (folder / CONFIG).is_file():
         return
     try:
-        epochs = load_config(folder / CONFIG).epochs
-    except UserError:  # somebody else's config.yaml
+        config: RefineConfig = load_config(folder / CONFIG)
+    except UserError:  # a config.yaml of another program
         return
     done = len(_read_history(folder / HISTORY))
-    raise UserError(
-        f"{folder} holds an unfinished run (epoch {done} of {epochs}); let it end first: "
+    raise CheckpointError(
+        f"{folder} holds an unfinished run (epoch {done} of {config.epochs}); finish it first: "
         f"cdc-refine --resume --out {shlex.quote(str(folder))}"
     )
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
-    found = _read_json(description_file(folder)).get("provenance")
-    return found if isinstance(found, dict) else {}
+    provenance = _read_json(description_file(folder)).get("provenance")
+    return provenance if isinstance(provenance, dict) else {}
 
 
-def _nearby(path: Path) -> str:
+def _suggest(path: Path) -> str:
     names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3)
     return f"; {path.parent} has {', '.join(near)}" if near else ""

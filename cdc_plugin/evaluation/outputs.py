@@ -1,4 +1,4 @@
-"""What a model says of a set of images, how good that is, and how well the model tells images from elsewhere."""
+"""Run a model on images, measure its outputs, and score how well it recognises images from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes, fit_prototypes
 from cdc_plugin.core.random_streams import AUGMENTATION, FINAL, QUALITY, generator
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.errors import UserError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.evaluation.models import EvaluatedModel
 from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
 from cdc_plugin.evaluation.report_record import measure
@@ -32,11 +32,11 @@ from cdc_plugin.training.features import (
 from cdc_plugin.training.progress import show_progress
 from cdc_plugin.training.runtime import Runtime
 
-# Small models trained by the losses of SCAN and SeCu stated 25 to 29 points too much on 5,000 Fashion-MNIST images.
+# Small models trained by the losses of SCAN and SeCu were 25 to 29 points too confident on 5,000 Fashion-MNIST images.
 UNCALIBRATED = {
     "kind": "uncalibrated",
-    "text": "This model has no calibration head: its confidence is its own. Networks trained on their own "
-    "pseudo-labels mostly state far more than they keep; cdc-refine with --init keep calibrates it.",
+    "text": "This model has no calibration head, so its confidence is uncalibrated. Networks trained on their own "
+    "pseudo-labels are usually far too confident; cdc-refine with --init keep calibrates the model.",
 }
 
 
@@ -53,22 +53,22 @@ class ModelOutputs:
 
     @property
     def calibration(self) -> NDArray[np.float32]:
-        """Those of the head that predicts; it comes last."""
+        """Return the probabilities of the head that predicts; it comes last."""
         return list(self.heads.values())[-1]
 
 
 @dataclass(frozen=True)
 class OutlierReference:
-    """Prototypes to measure distance with, and what the inside images (N,) measure.
+    """Prototypes to measure distances from, and the distances (N,) of the inside images.
 
-    No image is measured by prototypes that it took part in: those would flatter it.
+    No image is measured by prototypes that were fitted on it: it would seem closer than it is.
     """
 
     prototypes: tuple[Prototypes, ...]
     inside: Tensor
 
     def distance(self, features: Tensor) -> Tensor:
-        return torch.stack([each.distance(features) for each in self.prototypes]).mean(dim=0)
+        return torch.stack([prototypes.distance(features) for prototypes in self.prototypes]).mean(dim=0)
 
 
 def predict(
@@ -80,55 +80,57 @@ def predict(
     return clustering, head_probabilities(model.calibration_head, features), features
 
 
-def run_model(subject: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:
+def run_model(evaluated: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:
     """Run a model on every image; a model with one head has one entry."""
-    model = subject.model
+    model = evaluated.model
     features = extract_features(model.backbone, images, Runtime(device, progress=show_progress))
     if not torch.isfinite(features).all():
-        raise UserError(f"{subject.path or 'the model'} gives features that are not finite: is this the right file?")
-    if subject.heads == 1:
+        raise CheckpointError(
+            f"{evaluated.path or 'the model'} gives features that are not finite: is this the right file?"
+        )
+    if evaluated.heads == 1:
         return ModelOutputs(features, {"model": head_probabilities(model.calibration_head, features)})
     heads = {"clustering_head": model.clustering_head, "calibration_head": model.calibration_head}
     return ModelOutputs(features, {key: head_probabilities(head, features) for key, head in heads.items()})
 
 
-def ask_kmeans(subject: EvaluatedModel, answers: ModelOutputs, device: torch.device) -> NDArray[np.int64]:
-    """K-means (N,) on the same features, as at the end of a run."""
-    randomness = generator(_settings(subject).seed, FINAL)
-    return kmeans_assignment(answers.features.to(device), subject.model.clusters, randomness)
+def cluster_by_kmeans(evaluated: EvaluatedModel, outputs: ModelOutputs, device: torch.device) -> NDArray[np.int64]:
+    """Return the assignment (N,) of k-means on the same features, as at the end of a run."""
+    randomness = generator(_settings(evaluated).seed, FINAL)
+    return kmeans_assignment(outputs.features.to(device), evaluated.model.clusters, randomness)
 
 
-def measure_answers(
-    answers: ModelOutputs, kmeans: NDArray[np.int64], labels: NDArray[np.int64] | None
+def measure_outputs(
+    outputs: ModelOutputs, kmeans: NDArray[np.int64], labels: NDArray[np.int64] | None
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of k-means and of each head, under the key of each in report.json."""
-    found = measure(answers.clustering, answers.calibration, kmeans, labels)
-    return {"kmeans": found["kmeans"]} | {key: found.get(key, found["calibration_head"]) for key in answers.heads}
+    figures = measure(outputs.clustering, outputs.calibration, kmeans, labels)
+    return {"kmeans": figures["kmeans"]} | {key: figures.get(key, figures["calibration_head"]) for key in outputs.heads}
 
 
 def quality_card(
-    subject: EvaluatedModel, answers: ModelOutputs, kmeans: NDArray[np.int64], images: ImageSet, device: torch.device
+    evaluated: EvaluatedModel, outputs: ModelOutputs, kmeans: NDArray[np.int64], images: ImageSet, device: torch.device
 ) -> dict[str, Any]:
-    """Return the label-free card, as at the end of a run; with one head there are no two that could agree."""
-    config, model = _settings(subject), subject.model
+    """Return the label-free card, as at the end of a run; with one head, there is no agreement of heads."""
+    config, model = _settings(evaluated), evaluated.model
     randomness = generator(config.seed, AUGMENTATION)
     augment, _ = choose_augmentation(config.augment, model.backbone, model.calibration_head, images, device, randomness)
     views = training_views(augment, model.backbone)
-    seen, anew = predict_augmented(model, images, views, Runtime(device), generator(config.seed, QUALITY))
-    clustering, calibration, again = map(torch.from_numpy, (answers.clustering, answers.calibration, kmeans))
-    card = assess(Evidence(clustering, calibration, answers.features, again, seen, anew))
-    if subject.heads > 1:
+    seen, augmented = predict_augmented(model, images, views, Runtime(device), generator(config.seed, QUALITY))
+    clustering, calibration, partition = map(torch.from_numpy, (outputs.clustering, outputs.calibration, kmeans))
+    card = assess(Evidence(clustering, calibration, outputs.features, partition, seen, augmented))
+    if evaluated.heads > 1:
         return card
     warnings = [UNCALIBRATED, *card["warnings"]]
     return card | {"heads_agree": None, "clustering_confidence": None, "warnings": warnings}
 
 
-def outlier_reference(answers: ModelOutputs, prototypes: Prototypes | None) -> OutlierReference:
+def outlier_reference(outputs: ModelOutputs, prototypes: Prototypes | None) -> OutlierReference:
     """Measure by the given prototypes, which saw none of the images; else measure each half by the other's."""
     if prototypes is not None:
-        return OutlierReference((prototypes,), prototypes.distance(answers.features))
-    features, clusters = answers.features, answers.calibration.shape[1]
-    assignment = torch.from_numpy(answers.calibration.argmax(axis=1))
+        return OutlierReference((prototypes,), prototypes.distance(outputs.features))
+    features, clusters = outputs.features, outputs.calibration.shape[1]
+    assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
     half = torch.arange(len(features)) % 2 == 0
     fitted = [fit_prototypes(features[part], assignment[part], clusters) for part in (half, ~half)]
     inside = torch.where(half, fitted[1].distance(features), fitted[0].distance(features))
@@ -136,14 +138,14 @@ def outlier_reference(answers: ModelOutputs, prototypes: Prototypes | None) -> O
 
 
 def score_outside(
-    inside: ModelOutputs, outside: ModelOutputs, by: OutlierReference
+    inside: ModelOutputs, outside: ModelOutputs, reference: OutlierReference
 ) -> dict[str, dict[str, float | None]]:
-    """How well images from elsewhere are told apart: by each head's confidence (the paper's protocol), by distance."""
+    """Return how well outside images are recognised: by each head's confidence (the paper's protocol), by distance."""
     scores = {key: (inside.heads[key].max(axis=1), outside.heads[key].max(axis=1)) for key in inside.heads}
-    scores["distance"] = (-by.inside.numpy(), -by.distance(outside.features).numpy())
+    scores["distance"] = (-reference.inside.numpy(), -reference.distance(outside.features).numpy())
     return {key: summary_outliers(*pair) for key, pair in scores.items()}
 
 
-def _settings(subject: EvaluatedModel) -> RefineConfig:
-    """Those of its run, else the usual ones: so much is drawn by chance as at the end of a run."""
-    return subject.run.config if subject.run is not None else RefineConfig()
+def _settings(evaluated: EvaluatedModel) -> RefineConfig:
+    """Return the settings of its run, else the defaults, so that random choices match the end of a run."""
+    return evaluated.run.config if evaluated.run is not None else RefineConfig()

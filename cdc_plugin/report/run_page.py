@@ -256,7 +256,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     templates.filters |= {"percent": percent, "shorten": shorten, "counted": count}
-    style = files("cdc_plugin.report").joinpath("templates", "style.css").read_text(encoding="utf-8")
+    style = (files("cdc_plugin.report") / "templates" / "style.css").read_text(encoding="utf-8")
     templates.globals["style"] = Markup(style)
     return templates
 

@@ -53,7 +53,7 @@ def test_an_old_model_is_reported_on_as_it_is_in_a_new_numbered_folder(scan_chec
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert (report["images"], report["classes"], report["model"]["heads"]) == (60, 3, 1)
     assert [entry["image"] for entry in report["skipped"]] == ["class 1/bröken.png"]
-    assert list(report["outside"][0]["scores"]) == ["the model as it is", "distance"]
+    assert list(report["outside"][0]["scores"]) == ["model", "distance"]
     assert "the model as it is" in done.stdout
     assert "told from 20 images of outside.npy" in done.stdout
     assert f"report: {Path('cdc-runs', 'model-evaluation-1', 'report.html')}" in done.stdout
@@ -80,16 +80,16 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(scan_checkpoint, tiny_c
         (tmp_path / "three" / path.name).write_bytes(path.read_bytes())
     cases = [
         (["--model", "nowhere", "--data", photos], "there is no model nowhere"),
-        (["--model", "unfinished"], "epoch 0 of 9); let it end first: cdc-refine --resume --out unfinished"),
+        (["--model", "unfinished"], "cdc-refine --resume --out unfinished"),
         (["--model", tiny_checkpoint, "--data", photos], "no clustering head; refine it first"),
-        (["--model", scan_checkpoint], "name some with --data"),
+        (["--model", scan_checkpoint], "--data FOLDER"),
         (["--model", scan_checkpoint, "--data", "empty"], "no images in empty"),
         (["--model", scan_checkpoint, "--data", photos, "--ood", "nowhere"], "nothing at nowhere"),
         (["--model", scan_checkpoint, "--data", "three"], "3 readable images, too few to evaluate 4 clusters"),
         (["--model", scan_checkpoint, "--data", photos / "class 1" / "bröken.png"], "none of the 1 images"),
-        (["--model", scan_checkpoint, "--data", photos, "--head", "7"], "number 7"),
+        (["--model", scan_checkpoint, "--data", photos, "--head", "7"], "2 clustering heads"),
     ]
-    # All in one process: importing torch anew for each takes longer than the checks.
+    # All in one process: importing torch for each of them takes longer than the checks.
     program = """
 import json, sys
 from cdc_plugin.cli.evaluate import evaluate_command

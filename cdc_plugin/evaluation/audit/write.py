@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,5 +61,5 @@ def write_audit(
         raise OutputError(f"cannot create the folder {folder}: {error.strerror}; give another --out") from error
     paths = [folder / FILE, folder / PAGE]
     for path, content in zip(paths, contents, strict=True):
-        write_atomically(path, lambda temporary, content=content: temporary.write_bytes(content))
+        write_atomically(path, partial(Path.write_bytes, data=content))
     return paths

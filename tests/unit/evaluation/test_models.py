@@ -86,7 +86,7 @@ def test_the_settings_of_somebody_else_are_not_taken_for_an_unfinished_run(scan)
 
 
 def test_a_missing_model_is_told_with_what_is_near(result):
-    with pytest.raises(UserError, match=r"there is no model .*photo; .* has photos; give"):
+    with pytest.raises(UserError, match=r"there is no model .*photo; .* has photos"):
         open_model(result.parent / "photo")
 
 

@@ -11,7 +11,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.models import open_model
 from cdc_plugin.evaluation.outputs import (
     ModelOutputs,
-    measure_answers,
+    measure_outputs,
     outlier_reference,
     quality_card,
     run_model,
@@ -28,12 +28,12 @@ def sure(*confidences: float) -> np.ndarray:
     return np.array([[value, 1 - value] for value in confidences], dtype=np.float32)
 
 
-def answers_of(features: torch.Tensor, clusters: int = 2) -> ModelOutputs:
+def build_outputs(features: torch.Tensor, clusters: int = 2) -> ModelOutputs:
     probs = np.eye(clusters, dtype=np.float32)[np.arange(len(features)) // 2 % clusters]
     return ModelOutputs(features, {"clustering_head": probs, "calibration_head": probs})
 
 
-def subject_of(backbone, *heads: nn.Module):
+def open_clusterer(backbone, *heads: nn.Module):
     return open_model(Clusterer(backbone, heads[0], heads[-1]))
 
 
@@ -41,7 +41,9 @@ def test_each_head_answers_for_itself_and_one_head_answers_once(tiny_backbone, d
     images = open_images(digits[0][:20], 32)
     torch.manual_seed(1)
     first, second = (ClusterHead(8, 12, 3).eval() for _ in range(2))
-    both, one = (run_model(subject_of(tiny_backbone, *heads), images, CPU) for heads in ((first, second), (second,)))
+    both, one = (
+        run_model(open_clusterer(tiny_backbone, *heads), images, CPU) for heads in ((first, second), (second,))
+    )
     assert list(both.heads) == ["clustering_head", "calibration_head"]
     assert list(one.heads) == ["model"]
     with torch.no_grad():
@@ -54,7 +56,7 @@ def test_each_head_answers_for_itself_and_one_head_answers_once(tiny_backbone, d
 def test_figures_are_those_of_each_head_under_its_key(digits):
     labels = digits[1][:40] % 2
     probs = np.random.default_rng(0).dirichlet([1, 1], 40).astype(np.float32)
-    found = measure_answers(ModelOutputs(torch.zeros(40, 3), {"model": probs}), labels, labels)
+    found = measure_outputs(ModelOutputs(torch.zeros(40, 3), {"model": probs}), labels, labels)
     assert list(found) == ["kmeans", "model"]
     assert found["model"] == measure_head(probs, labels)
     assert found["kmeans"]["ACC"] == 1.0
@@ -63,7 +65,7 @@ def test_figures_are_those_of_each_head_under_its_key(digits):
 def test_features_that_are_not_finite_are_refused(tiny_backbone, digits):
     next(tiny_backbone.parameters()).data.fill_(math.nan)
     with pytest.raises(UserError, match="not finite"):
-        run_model(subject_of(tiny_backbone, ClusterHead(8, 12, 3)), open_images(digits[0][:4], 32), CPU)
+        run_model(open_clusterer(tiny_backbone, ClusterHead(8, 12, 3)), open_images(digits[0][:4], 32), CPU)
 
 
 def test_a_card_with_one_head_does_not_praise_its_agreement_with_itself(tiny_backbone, digits):
@@ -72,9 +74,9 @@ def test_a_card_with_one_head_does_not_praise_its_agreement_with_itself(tiny_bac
     first, second = (ClusterHead(8, 12, 3) for _ in range(2))
     cards = []
     for heads in ((first, second), (second,)):
-        subject = subject_of(tiny_backbone, *heads)
-        answers = run_model(subject, images, CPU)
-        cards.append(quality_card(subject, answers, answers.calibration.argmax(axis=1), images, CPU))
+        evaluated = open_clusterer(tiny_backbone, *heads)
+        outputs = run_model(evaluated, images, CPU)
+        cards.append(quality_card(evaluated, outputs, outputs.calibration.argmax(axis=1), images, CPU))
     two, one = cards
     assert two["heads_agree"] is not None
     assert (one["heads_agree"], one["clustering_confidence"]) == (None, None)
@@ -100,10 +102,10 @@ def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
 
 def test_every_image_is_measured_by_prototypes_of_the_other_half(randomness):
     features = torch.randn(40, 5, generator=randomness)
-    answers = answers_of(features)
-    assignment = torch.from_numpy(answers.calibration.argmax(axis=1))
+    outputs = build_outputs(features)
+    assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
     even, odd = (fit_prototypes(features[start::2], assignment[start::2], 2) for start in (0, 1))
-    found = outlier_reference(answers, None)
+    found = outlier_reference(outputs, None)
     torch.testing.assert_close(found.inside[0::2], odd.distance(features[0::2]))
     torch.testing.assert_close(found.inside[1::2], even.distance(features[1::2]))
     other = torch.randn(7, 5, generator=randomness)
@@ -112,11 +114,11 @@ def test_every_image_is_measured_by_prototypes_of_the_other_half(randomness):
 
 def test_images_of_the_same_kind_are_not_told_apart_however_many_features_there_are(randomness):
     inside, outside = (torch.randn(count, 200, generator=randomness) for count in (100, 300))
-    answers = answers_of(inside)
-    fair = score_outside(answers, answers_of(outside), outlier_reference(answers, None))["distance"]["AUROC"]
-    assignment = torch.from_numpy(answers.calibration.argmax(axis=1))
-    own = outlier_reference(answers, fit_prototypes(inside, assignment, 2))
-    flattering = score_outside(answers, answers_of(outside), own)["distance"]["AUROC"]
+    outputs = build_outputs(inside)
+    fair = score_outside(outputs, build_outputs(outside), outlier_reference(outputs, None))["distance"]["AUROC"]
+    assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
+    own = outlier_reference(outputs, fit_prototypes(inside, assignment, 2))
+    flattering = score_outside(outputs, build_outputs(outside), own)["distance"]["AUROC"]
     assert fair == pytest.approx(0.5, abs=0.1)
     assert flattering > 0.9
 
@@ -125,6 +127,6 @@ def test_given_prototypes_measure_all_images(randomness):
     features = torch.randn(30, 4, generator=randomness)
     prototypes = fit_prototypes(features, torch.arange(30) % 2, 2)
     other = torch.randn(6, 4, generator=randomness)
-    found = outlier_reference(answers_of(other), prototypes)
+    found = outlier_reference(build_outputs(other), prototypes)
     torch.testing.assert_close(found.inside, prototypes.distance(other))
     torch.testing.assert_close(found.distance(features), prototypes.distance(features))

@@ -12,6 +12,7 @@ from cdc_plugin.evaluation.outputs import predict
 from cdc_plugin.evaluation.predict import predict_images
 from cdc_plugin.evaluation.prediction_table import build_prediction_table
 from cdc_plugin.training.features import extract_features
+from cdc_plugin.training.runtime import Runtime
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def photos(tmp_path, digits, write_images):
 def test_the_table_is_that_of_all_images_at_once(tiny_clusterer, photos, batch_size):
     found = predict_images(tiny_clusterer, photos, CPU, batch_size)
     images = open_images(photos, 32)
-    clustering, calibration, _ = predict(tiny_clusterer, images, CPU, "float32", None)
+    clustering, calibration, _ = predict(tiny_clusterer, images, Runtime(CPU))
     expected = build_prediction_table(images.names, clustering, calibration)
     assert found.table.dtype.names == expected.dtype.names
     for name in ("path", "cluster", "second_cluster"):
@@ -61,7 +62,7 @@ def test_labels_change_nothing(tiny_clusterer, tmp_path, digits):
 
 def test_a_model_with_prototypes_flags_images_beyond_their_limit(tiny_clusterer, digits):
     images = open_images(digits[0], 32)
-    features = extract_features(tiny_clusterer.backbone, images, CPU, "float32", None)
+    features = extract_features(tiny_clusterer.backbone, images, Runtime(CPU))
     prototypes = fit_prototypes(features, torch.from_numpy(digits[1]), 10)
     distances = prototypes.distance(features)
     tiny_clusterer.prototypes = replace(prototypes, limit=float(distances[:50].median()))
