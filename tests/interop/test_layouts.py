@@ -52,7 +52,7 @@ def test_moving_average_is_loaded_on_request(case):
 
 
 def test_inspection_states_the_same_facts(case):
-    report = inspect(case.path, wanted=Wanted(**case.wanted))
+    report = inspect(case.path, **case.wanted)
     assert (report["loadable"], report["error"], report["format"]) == (True, None, case.format)
     assert report["input"]["size"] == case.size
     assert report["input"]["mean"] == pytest.approx(list(case.statistics[0]), abs=1e-3)

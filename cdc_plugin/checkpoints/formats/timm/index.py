@@ -31,7 +31,7 @@ class Shaped(Protocol):
 
 
 def fingerprint(state: Mapping[str, Shaped]) -> str:
-    """A short digest of names and shapes, leaving out what a model's settings may change."""
+    """Return a short digest of names and shapes, leaving out what a model's settings may change."""
     lines = []
     for key, value in state.items():
         if key.startswith(HEAD_PREFIXES) or ADJUSTABLE.search(key):
@@ -42,12 +42,12 @@ def fingerprint(state: Mapping[str, Shaped]) -> str:
 
 
 def names_like(state: Mapping[str, Shaped]) -> tuple[str, ...]:
-    """timm names whose models have these names and shapes, plain names first; to be checked by building them."""
+    """Return the timm models whose weights have these names and shapes, plain ones first; build them to be sure."""
     return _table().get(fingerprint(state), ())
 
 
 def make_table(states: Mapping[str, Mapping[str, Shaped]]) -> dict[str, list[str]]:
-    """The table for models by name, for writing it anew when timm has new ones."""
+    """Return the table for models by name, to write it again when timm has new ones."""
     table: dict[str, list[str]] = {}
     for name in sorted(states, key=lambda name: (name.startswith(DERIVED), len(name), name)):
         table.setdefault(fingerprint(states[name]), []).append(name)
