@@ -84,7 +84,7 @@ def _refine(options: argparse.Namespace) -> None:
         from cdc_plugin.config.recipes import demo_settings
 
         recipe, flags = recipe or "digits", {**demo_settings(), **flags}
-    config = load_config(recipe, flags, options.overrides, _infer)
+    config: RefineConfig = load_config(recipe, flags, options.overrides, _infer)
     if options.dry_run:
         from cdc_plugin.training.plan import plan_run
 

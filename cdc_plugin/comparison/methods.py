@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cdc_plugin.config.load import load_config
+from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.errors import ConfigError
@@ -138,7 +139,7 @@ def find_method(name: str) -> Method:
 
 def check_settings(words: list[str]) -> None:
     """Refuse settings that no cell could use, before the grid starts."""
-    config = load_config(overrides=replace_shares(words, batch=1000))
+    config: RefineConfig = load_config(overrides=replace_shares(words, batch=1000))
     check_selection(config.selection)
     check_calibration(config.calibration, config.calibration_strength)
 

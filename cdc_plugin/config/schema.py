@@ -215,7 +215,9 @@ def describe(item: dataclasses.Field[Any]) -> str:
 
 def describe_default(item: dataclasses.Field[Any]) -> str:
     """Return the default of a setting in words."""
-    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()  # type: ignore[misc]
+    default = item.default
+    if item.default_factory is not dataclasses.MISSING:
+        default = item.default_factory()
     if item.metadata["auto"] or default is None:
         return item.metadata["auto"] or "none"
     return str(default).lower() if isinstance(default, (bool, list)) else str(default)

@@ -160,7 +160,9 @@ def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(archive, tiny_chec
     succeed(*words, "--out", whole, "--quiet")
     seconds = [json.loads(line)["seconds"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     epoch = sorted(seconds)[len(seconds) // 2]
-    moments = random.Random(int.from_bytes(os.urandom(4), "big"))
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"moments of the kills drawn with seed {seed}")  # pytest shows it if the test fails
+    moments = random.Random(seed)
     for number, done in enumerate((1, 4, 7)):
         delay = moments.random() * epoch
         resume = ["--resume"] if number else []

@@ -114,11 +114,12 @@ def load_pretrain_config(
     """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
     Args:
-        count_images: tells the size of the data, by which a recipe is chosen to lie beneath all of these; one that
-            is asked for by name stands alone.
+        count_images: returns the size of the data, which decides the recipe whose values all of these overlay; not
+            called if a shipped recipe is given.
     """
 
     def infer(config: PretrainConfig) -> Any:
+        assert count_images is not None
         return read_recipe(find_recipe(default_recipe(config.method, count_images(config)), "pretrain"))
 
     shipped = recipe is not None and find_recipe(recipe, "pretrain").parent == recipe_folder("pretrain")
