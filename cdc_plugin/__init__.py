@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from cdc_plugin.comparison.run import compare_methods as compare_methods
     from cdc_plugin.config.schema import AugmentConfig as AugmentConfig
     from cdc_plugin.config.schema import RefineConfig as RefineConfig
+    from cdc_plugin.errors import CheckpointError as CheckpointError
+    from cdc_plugin.errors import ConfigError as ConfigError
+    from cdc_plugin.errors import DataError as DataError
+    from cdc_plugin.errors import OutputError as OutputError
     from cdc_plugin.errors import UserError as UserError
     from cdc_plugin.evaluation.evaluate import compare as compare
     from cdc_plugin.evaluation.evaluate import evaluate as evaluate
@@ -26,18 +30,25 @@ if TYPE_CHECKING:
     from cdc_plugin.models.clusterer import Clusterer as Clusterer
     from cdc_plugin.pipeline import refine as refine
 
+    compare_models = compare
+
 __version__ = "0.1.0"
 
 _HOMES = {
     "AugmentConfig": "config.schema",
     "Backbone": "models.backbone",
     "CalibratedClusterer": "integrations.hub.model",
+    "CheckpointError": "errors",
     "Clusterer": "models.clusterer",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "OutputError": "errors",
     "RefineConfig": "config.schema",
     "Report": "evaluation.report_record",
     "UserError": "errors",
     "compare": "evaluation.evaluate",
     "compare_methods": "comparison.run",
+    "compare_models": "evaluation.evaluate",
     "evaluate": "evaluation.evaluate",
     "export_model": "integrations.export",
     "inspect": "evaluation.inspect",
@@ -45,13 +56,14 @@ _HOMES = {
     "load_model": "checkpoints.load_model",
     "refine": "pipeline",
 }
+_ALIASES = {"compare_models": "compare"}  # beside compare_methods, the name that says what is compared
 __all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'cdc_plugin' has no attribute {name!r}")
-    return getattr(import_module(f"cdc_plugin.{_HOMES[name]}"), name)
+    return getattr(import_module(f"cdc_plugin.{_HOMES[name]}"), _ALIASES.get(name, name))
 
 
 def __dir__() -> list[str]:

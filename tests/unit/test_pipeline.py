@@ -49,6 +49,13 @@ def test_the_public_names_are_there():
     assert set(cdc_plugin.__all__) <= set(dir(cdc_plugin))
     with pytest.raises(AttributeError, match="no attribute 'refin'"):
         _ = cdc_plugin.refin
+    assert cdc_plugin.compare_models is cdc_plugin.compare
+
+
+@pytest.mark.parametrize("kind", ["ConfigError", "CheckpointError", "DataError", "OutputError"])
+def test_every_kind_of_error_is_public_and_is_a_user_error(kind):
+    assert kind in cdc_plugin.__all__
+    assert issubclass(getattr(cdc_plugin, kind), cdc_plugin.UserError)
 
 
 def test_a_run_writes_its_files_and_no_other(finished):
