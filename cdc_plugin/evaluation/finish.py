@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.evaluation.outputs import predict
+from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented, snapshot_rows
 from cdc_plugin.evaluation.report_record import Report, describe_run, measure, run_record, trusted_samples
+from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.run_page import page_of_run, write_page
 from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.collapse import as_warnings, detect
-from cdc_plugin.training.features import kmeans_of_all
+from cdc_plugin.training.features import Features, head_probabilities, kmeans_of_all, private_features
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.recovery import setback_warning
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run
+from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.trackers import Tracking
 
 
@@ -85,6 +89,15 @@ def finish_run(run: Run, seconds: float, tracking: Tracking) -> Report:
         tracking.finish(metrics)
         log.info("finished in %.0f s: %s", seconds, folder)
     return Report(metrics, table, folder)
+
+
+def predict(
+    model: Clusterer, images: ImageSet, runtime: Runtime
+) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
+    """Return the probabilities (N, C) of the clustering and of the calibration head, and the features."""
+    features = private_features(model.backbone, images, runtime)
+    clustering = head_probabilities(model.clustering_head, features)
+    return clustering, head_probabilities(model.calibration_head, features), features
 
 
 def describe_origin(run: Run, card: dict[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,12 @@ from cdc_plugin.evaluation.models import EvaluatedModel
 from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
 from cdc_plugin.evaluation.report_record import measure
 from cdc_plugin.metrics import summary_outliers
-from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.choose_augmentation import choose_augmentation
 from cdc_plugin.training.features import (
-    Features,
     extract_features,
     head_probabilities,
     kmeans_assignment,
-    private_features,
 )
 from cdc_plugin.training.progress import show_progress
 from cdc_plugin.training.runtime import Runtime
@@ -69,15 +66,6 @@ class OutlierReference:
 
     def distance(self, features: Tensor) -> Tensor:
         return torch.stack([prototypes.distance(features) for prototypes in self.prototypes]).mean(dim=0)
-
-
-def predict(
-    model: Clusterer, images: ImageSet, runtime: Runtime
-) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
-    """Return the probabilities (N, C) of the clustering and of the calibration head, and the features."""
-    features = private_features(model.backbone, images, runtime)
-    clustering = head_probabilities(model.clustering_head, features)
-    return clustering, head_probabilities(model.calibration_head, features), features
 
 
 def run_model(evaluated: EvaluatedModel, images: ImageSet, device: torch.device) -> ModelOutputs:
