@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
-import subprocess
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.helpers.fault_runs import EPOCHS, QUICK, TRAIN_BATCH, Fault, assert_refused, count_epochs, list_names, refine
@@ -20,7 +16,8 @@ from tests.helpers.fault_runs import EPOCHS, QUICK, TRAIN_BATCH, Fault, assert_r
     [
         (Fault("torch:save", "half-fill-disk", call=3), 1),
         (Fault("os:fsync", "fill-disk", call=5), 1),  # config, state, history, state of epoch 1, its history
-        (Fault("os:replace", "fill-disk", matching="predictions.csv"), 3),
+        (Fault("os:replace", "fill-disk", matching="metrics.jsonl", call=EPOCHS + 1), EPOCHS),
+        (Fault("os:replace", "fill-disk", matching="predictions.csv"), EPOCHS),
     ],
 )
 def test_a_full_disk_ends_the_run_in_one_line_and_the_earlier_state_is_whole(case, tmp_path, fault, epochs):
@@ -42,40 +39,6 @@ def test_a_write_that_fails_for_real_is_one_line_and_nothing_half_is_left(case, 
     out = tmp_path / "out"
     assert_refused(refine(*case.words, "--out", out, limit=small_files), r"cannot write .*last\.pt")
     assert list_names(out) == {"config.yaml", "train.log"}
-    case.check(out)
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Path:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode != 0:
-        pytest.skip("mounting is not permitted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_disk_that_is_really_full_is_reported_and_the_run_resumes_with_more_space(case, small_disk):
-    out = small_disk / "out"
-    ended = refine(*case.words, "--out", out)
-    assert_refused(ended, "no space|disk full", "--resume")
-    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    case.check(out)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_became_read_only_is_reported(case, tmp_path):
-    out = tmp_path / "out"
-    refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, call=5))
-    out.chmod(0o500)
-    try:
-        assert_refused(refine("--resume", "--out", out), "cannot write to .*Permission denied")
-    finally:
-        out.chmod(0o700)
     case.check(out)
 
 
@@ -101,15 +64,6 @@ def test_data_that_disappeared_are_named_on_resume(case, tmp_path):
     assert (out / "predictions.csv").read_bytes() == (case.whole / "predictions.csv").read_bytes()
 
 
-def test_other_images_under_the_same_name_are_not_trained_on(case, tmp_path):
-    data, out = tmp_path / "digits.npz", tmp_path / "out"
-    with np.load(case.words[3]) as arrays:
-        np.savez(data, x=arrays["x"])
-        refine(*case.with_data(data), "--out", out, fault=Fault(TRAIN_BATCH, call=5))
-        np.savez(data, x=arrays["x"][::-1])
-    assert_refused(refine("--resume", "--out", out), "not those")
-
-
 def test_an_image_that_disappears_while_the_folder_is_read_is_skipped_and_named(
     digits, tiny_checkpoint, write_images, tmp_path
 ):
@@ -123,11 +77,3 @@ def test_an_image_that_disappears_while_the_folder_is_read_is_skipped_and_named(
     assert "skipped image 050.png" in ended.errors
     assert "1 image could not be read" in ended.out
     assert len((tmp_path / "out" / "predictions.csv").read_text().splitlines()) == 120  # a header and 119 images
-
-
-def test_a_disk_that_is_full_right_after_the_last_state_costs_no_line_of_the_history(case, tmp_path):
-    out = tmp_path / "out"
-    fault = Fault("os:replace", "fill-disk", matching="metrics.jsonl", call=EPOCHS + 1)
-    assert_refused(refine(*case.words, "--out", out, fault=fault), "space")
-    assert count_epochs(out) == EPOCHS - 1
-    case.check(out)

@@ -63,15 +63,6 @@ def test_a_run_killed_at_random_moments_gives_the_same_result(case, tmp_path):
     case.check(out)
 
 
-def test_resume_alone_starts_a_run_that_was_killed_before_its_first_state(case, tmp_path):
-    out = tmp_path / "out"
-    refine(*case.words, "--out", out, fault=Fault("os:replace", matching="config.yaml", after=True))
-    assert list_names(out) == {"config.yaml", "train.log"}
-    ended = refine("--resume", "--out", out)
-    assert ended.code == 0, ended.errors
-    case.check(out)
-
-
 @pytest.mark.parametrize("file", ["last.pt", "config.yaml"])
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
 def test_a_file_that_another_program_has_cut_is_refused_in_one_line(case, tmp_path, file, kept):

@@ -36,12 +36,7 @@ def whole(case, tmp_path_factory) -> Path:
 
 
 def dying(tmp_path: Path) -> Fault:
-    return Fault(
-        TRAIN_BATCH,
-        call=BATCHES + 2,
-        rank=1,
-        once=str(tmp_path / "it has happened"),
-    )
+    return Fault(TRAIN_BATCH, call=BATCHES + 2, rank=1, once=str(tmp_path / "it has happened"))
 
 
 def test_torchrun_starts_a_run_again_whose_process_died_with_the_same_result(case, whole, tmp_path):
