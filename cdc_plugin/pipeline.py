@@ -93,8 +93,8 @@ def run(
     Every process of ``torchrun`` comes here and returns the same report; the main one alone writes.
     """
     began, threads = time.monotonic(), torch.get_num_threads()
-    check_request(request, resume)
     with init_distributed() as distributed:
+        distributed.raise_together(lambda: check_request(request, resume))
         if was_restarted():  # the same command again, after a fault
             resume, overwrite = True, False
         name = Path(request.data).stem if request.data else "run"
@@ -102,8 +102,8 @@ def run(
         try:
             state = distributed.broadcast_from_main(lambda: read_state(folder)) if resume else None
             if resume and state is None:
-                request = stored_request(request, folder)
-                check_request(request, resume=False)
+                request = distributed.broadcast_from_main(lambda: stored_request(request, folder))
+                distributed.raise_together(lambda: check_request(request, resume=False))
             runtime = Runtime(choose_device(request.device), request.precision, distributed, show_progress)
             with log_to(folder / LOG) if distributed.main else contextlib.nullcontext():
                 if state is None:
@@ -175,18 +175,18 @@ def train(current: Run, tracking: Tracking) -> None:
             current.snapshots.append(snapshot(model, images, runtime))
         save()
         tracking.epoch(current.history[-1])  # only now: a run that is killed in between makes up for it
-        refuse_dead(current.history, settings)
+        together.distributed.raise_together(lambda: refuse_dead(current.history, settings))
 
     if current.state is None:
         save()
     elif main:  # a run that was killed right after its last state has one line fewer there
         write_history(current.folder / HISTORY, current.history)
-    refuse_dead(current.history, settings)
+    together.distributed.raise_together(lambda: refuse_dead(current.history, settings))
     batches = make_batches(make, count, settings.batch_size, settings.seed)
     with noticing_termination() as notice, contextlib.closing(bar):
         while refiner.epoch < settings.epochs:
             try:
                 refiner.fit(batches, after_batch, after_epoch)
             except NotFiniteError:
-                roll_back(current, refiner)
+                together.distributed.raise_together(lambda: roll_back(current, refiner))
                 save()

@@ -98,9 +98,14 @@ def prepare(
         return loaded, resolve_input(loaded.backbone, images), images
 
     loaded, backbone, images = distributed.raise_together(open_inputs)
-    settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
-    training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
-    check_processes(settings, distributed.size)
+
+    def resolve_settings() -> ResolvedConfig:
+        settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
+        training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
+        check_processes(settings, distributed.size)
+        return settings
+
+    settings = distributed.raise_together(resolve_settings)
     if distributed.size > 1:
         distributed.check_same_images(digest_image_list(images), len(images))
         log.info("%d processes train together", distributed.size)

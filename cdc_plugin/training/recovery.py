@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError, option
-from cdc_plugin.training.distributed import Distributed
+from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.run_folder import Run, read_state
@@ -27,7 +27,8 @@ def roll_back(run: Run, refiner: Refiner) -> None:
             f"lr_backbone={settings.lr_backbone * slower:g} lr_heads={settings.lr_heads * slower:g}, or "
             f"{option('freeze_backbone')}"
         )
-    state = run.runtime.distributed.broadcast_from_main(lambda: read_state(run.folder))
+    distributed = SINGLE if settings.freeze_backbone else run.runtime.distributed  # frozen: the main one trains alone
+    state = distributed.broadcast_from_main(lambda: read_state(run.folder))
     if state is None:
         raise UserError(f"the loss is NaN or infinite, and the state in {run.folder} is gone; start a new run")
     refiner.restore(state["refiner"])

@@ -123,6 +123,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Ended:
         "stopped": inputs.words(USUAL),
         "resumed": ["--resume"],
         "missing": inputs.words(USUAL, "nowhere.npz"),
+        "crowded": inputs.words([*FEW, "sub_batch_size=3"], "40.npz"),
         "unequal": inputs.words(FEW, "unequal-RANK"),
         "unreadable": inputs.words(FEW, "unreadable-RANK"),
     }
@@ -205,15 +206,16 @@ def test_sigterm_in_one_process_saves_the_run_which_resumes_without_loss(two, in
     ("name", "message"),
     [
         ("missing", "nowhere.npz"),
-        ("unequal", "process 1 .*other images.* 40 .* 40"),
-        ("unreadable", "process 1 .*other images.* 39 .* 40"),
+        ("crowded", "sub_batch_size=3 .*2 processes"),
+        ("unequal", r"process 1 .*other images.*40 readable.* 40\b"),
+        ("unreadable", r"process 1 .*other images.*39 readable.* 40\b"),
     ],
 )
 def test_a_mistake_ends_all_processes_and_is_reported_once(two, inputs, name, message):
     assert two.codes(name) == {2}
     assert "Traceback" not in two.errors
     lines = [line for line in two.errors.splitlines() if "cdc-refine: error: " in line]
-    assert len(lines) == 3  # of three runs
+    assert len(lines) == 4  # of four runs
     assert len([line for line in lines if re.search(message, line)]) == 1
     assert not any("checkpoint" in line or str(inputs.checkpoint) in line for line in lines)
     # A log alone is no result: the next run may use the folder.
