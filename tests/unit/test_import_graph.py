@@ -1,9 +1,10 @@
 """Imports go down only, as declared in pyproject.toml; and only the command line prints and parses arguments."""
 
 import ast
+import subprocess
+import sys
 
 import pytest
-from importlinter.cli import lint_imports
 
 from tests.helpers import ROOT
 
@@ -12,9 +13,11 @@ COMMANDS = (PACKAGE / "cli", PACKAGE / "__main__.py")
 BELOW_THE_COMMANDS = sorted(file for file in PACKAGE.rglob("*.py") if not {file, *file.parents} & set(COMMANDS))
 
 
-def test_import_contracts_hold(capsys):
-    broken = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
-    assert not broken, capsys.readouterr().out
+def test_import_contracts_hold():
+    # In a process of its own: import-linter disables the loggers of the one it runs in.
+    words = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))"
+    ended = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("file", BELOW_THE_COMMANDS, ids=lambda file: file.relative_to(PACKAGE).as_posix())

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from cdc_plugin.core.prototypes import fit_prototype_head
-from cdc_plugin.errors import CheckpointError, ConfigError
+from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead, build_head
 from cdc_plugin.models.initialise import (
     build_prototype_heads,
-    choose_init,
     keep_old_heads,
     lift_linear,
     match_cluster_numbers,
@@ -110,20 +109,6 @@ def test_numbers_are_a_permutation_whatever_the_sizes(clusters, old_clusters):
 def test_numbers_are_matched_as_worked_by_hand():
     found, old = np.array([0, 0, 1, 1, 1, 2]), np.array([2, 2, 0, 0, 1, 1])
     assert match_cluster_numbers(found, old, 3, 3).tolist() == [1, 2, 0]  # number 0 goes to cluster 1, and so on
-
-
-def test_the_start_follows_what_is_asked_and_what_there_is():
-    old = (linear_head(),)
-    assert choose_init(None, (), 4) == "prototypes"
-    assert choose_init(None, old, 4) == "keep"
-    assert choose_init(None, old, 5) == "prototypes"
-    assert choose_init("prototypes", old, 4) == "prototypes"
-    with pytest.raises(ConfigError, match=r"keeps the 4 clusters .*clusters=5"):
-        choose_init("keep", old, 5)
-    with pytest.raises(ConfigError, match="needs a checkpoint with a clustering head"):
-        choose_init("keep", (), 4)
-    with pytest.raises(ConfigError, match="prototypes, keep"):
-        choose_init("chance", old, 4)
 
 
 @pytest.mark.parametrize(
