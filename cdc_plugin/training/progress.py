@@ -1,4 +1,4 @@
-"""What a run leaves to read while it goes on: train.log, metrics.jsonl, and a progress bar on a terminal."""
+"""Report a run in progress: train.log, metrics.jsonl, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.data.atomic import write_atomically
 
+if TYPE_CHECKING:
+    from cdc_plugin.training.pretext.config import PretrainConfig
+
 log = logging.getLogger("cdc_plugin")
+COLLAPSED = 0.1  # spread of an embedding (at most 1) below which it has collapsed
 
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
     """Append everything this package logs to a file."""
-    # A file name that is no valid text must not spoil the log.
+    # A file name that is not valid text must not break the log.
     handler = _LogFile(path, encoding="utf-8", errors="backslashreplace", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
@@ -30,7 +34,7 @@ def log_to(path: Path) -> Iterator[None]:
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
-        # On a full disk the last lines are lost; what the run itself says of it must not be.
+        # On a full disk the last lines are lost; the error of the run itself must not be.
         with contextlib.suppress(OSError):
             handler.close()
 
@@ -43,20 +47,20 @@ class _LogFile(logging.FileHandler):
 
 
 def write_history(path: Path, history: list[dict[str, float]]) -> None:
-    """One JSON object an epoch; the whole file is replaced, so that a reader never sees half a line."""
+    """Write one JSON object per epoch; the whole file is replaced, so that a reader never sees half a line."""
     text = "".join(json.dumps(line) + "\n" for line in history)
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def show_progress(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:
-    """A bar around an iterable, on a terminal only."""
+    """Return the items wrapped in a progress bar, which appears on a terminal only."""
     from tqdm import tqdm
 
     return tqdm(items, total=total, desc=description, disable=not sys.stderr.isatty(), leave=False)
 
 
 class TrainingProgress:
-    """A bar over all batches of a run, and a log line an epoch with the time that is left."""
+    """A bar over all batches of a run, and one log line per epoch with the time left."""
 
     def __init__(self, done_epochs: int, epochs: int, batches_an_epoch: int) -> None:
         from tqdm import tqdm
@@ -81,7 +85,7 @@ class TrainingProgress:
         self.bar.update()
 
     def after_epoch(self, stats: dict[str, float]) -> dict[str, float]:
-        """Log the epoch; returns its record for metrics.jsonl."""
+        """Log the epoch; return its record for metrics.jsonl."""
         now = time.monotonic()
         seconds, self.epoch_began = now - self.epoch_began, now
         done = int(stats["epoch"])
@@ -104,8 +108,56 @@ class TrainingProgress:
         self.bar.close()
 
 
+class PretextProgress:
+    """A bar over all batches of a pretext run, and one log line per epoch with the time left."""
+
+    def __init__(self, done_epochs: int, config: PretrainConfig, batches_an_epoch: int) -> None:
+        from tqdm import tqdm
+
+        assert config.epochs is not None
+        self.epochs, self.warmup = config.epochs, config.warmup_epochs or 0
+        self.first_epoch = done_epochs
+        self.began = self.epoch_began = time.monotonic()
+        self.bar = tqdm(
+            total=self.epochs * batches_an_epoch,
+            initial=done_epochs * batches_an_epoch,
+            desc=config.method,
+            unit="batch",
+            disable=not sys.stderr.isatty(),
+        )
+
+    def after_batch(self, stats: dict[str, float]) -> None:
+        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}, spread {stats['spread']:.2f}", refresh=False)
+        self.bar.update()
+
+    def after_epoch(self, stats: dict[str, float]) -> dict[str, float]:
+        """Log the epoch, as a warning if the embedding has collapsed; return its record for metrics.jsonl."""
+        now = time.monotonic()
+        seconds, self.epoch_began = now - self.epoch_began, now
+        done = int(stats["epoch"])
+        left = (now - self.began) / (done - self.first_epoch) * (self.epochs - done)
+        # Fresh weights give much the same embedding for all images; after the warm-up that is a failure.
+        collapsed = stats["spread"] < COLLAPSED and done > self.warmup
+        log.log(
+            logging.WARNING if collapsed else logging.INFO,
+            "epoch %d/%d: loss %.4f, spread %.2f%s, lr %.4f, %.1f s, %s left",
+            done,
+            self.epochs,
+            stats["loss"],
+            stats["spread"],
+            " (collapsed: all images look alike to the network)" if collapsed else "",
+            stats["lr"],
+            seconds,
+            _duration(left),
+        )
+        return {**stats, "seconds": round(seconds, 3)}
+
+    def close(self) -> None:
+        self.bar.close()
+
+
 class CellProgress:
-    """A bar over the cells of a comparison, and a log line for each with the time that is left."""
+    """A bar over the cells of a comparison, and one log line per cell with the time left."""
 
     def __init__(self, cells: int, finished: int) -> None:
         from tqdm import tqdm
@@ -115,7 +167,7 @@ class CellProgress:
         self.bar = tqdm(total=cells, initial=finished, desc="cells", unit="cell", disable=not sys.stderr.isatty())
 
     def after_cell(self, name: str, figures: dict[str, Any], seconds: float) -> None:
-        """Count a cell; ``figures`` are those worth a word."""
+        """Count a finished cell and log its ``figures``."""
         self.done += 1
         left = (time.monotonic() - self.began) / max(1, self.done - self.before) * (self.cells - self.done)
         words = "".join(f", {key} {100 * value:.1f}" for key, value in figures.items() if value is not None)

@@ -58,7 +58,7 @@ def _peak(images: Path, folder: Path, words: tuple[str, ...]) -> int:
 
 
 def _child(images: str, out: str, words: list[str]) -> None:
-    from cdc_plugin.cli.process import set_up_process
+    from cdc_plugin.cli.common import set_up_process
 
     set_up_process()  # as the commands do
     import torch

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(1, str(HERE.parent.parent))  # the package of this checkout
 
-from cdc_plugin.cli.process import set_up_process  # noqa: E402
+from cdc_plugin.cli.common import set_up_process  # noqa: E402
 
 set_up_process()  # as the commands do
 

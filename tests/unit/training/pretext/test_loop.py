@@ -11,7 +11,7 @@ from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
 from cdc_plugin.training.pretext.loop import Pretrainer, spread
 from cdc_plugin.training.pretext.methods import METHODS, Sizes
-from cdc_plugin.training.pretext.progress import PretextProgress
+from cdc_plugin.training.progress import PretextProgress
 
 CPU = torch.device("cpu")
 
