@@ -147,7 +147,7 @@ def take_settings_out(options: argparse.Namespace) -> None:
 
 
 def method_list() -> str:
-    """All methods by group, and how to vary them."""
+    """Return all methods by group, and how to vary them."""
     from cdc_plugin.comparison.methods import METHODS
 
     lines: list[str] = []
@@ -169,7 +169,7 @@ def method_list() -> str:
 
 
 def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetRequest]:
-    """The sets of images, each with its backbone, as options or the recipe name them."""
+    """Return the sets of images, each with its backbone, as options or the recipe name them."""
     from cdc_plugin.comparison.datasets import DatasetRequest
 
     several = ("backbone", "data", "clusters", "out")
@@ -203,7 +203,7 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetReq
 
 
 def _as_many(values: list[Any], count: int, option: str) -> list[Any]:
-    """One value for each set; a single one stands for all."""
+    """Return one value for each set; a single one stands for all."""
     if len(values) == 1:
         return values * count
     if len(values) != count:

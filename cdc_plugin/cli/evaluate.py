@@ -83,7 +83,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def outcome(reports: list[Report]) -> str:
-    """The figures of one model or several, what to beware of, and images from elsewhere."""
+    """Return the figures of one model or several, what to beware of, and images from elsewhere."""
     from cdc_plugin.report.words import TITLES
 
     found = [report.metrics for report in reports]
@@ -112,7 +112,7 @@ def outcome(reports: list[Report]) -> str:
 
 
 def cautions(metrics: dict[str, Any]) -> list[str]:
-    """What the user should beware of; over-confidence can be measured only where there are labels."""
+    """Return what the user should beware of; over-confidence can be measured only where there are labels."""
     lines = [f"warning: {warning['text']}" for warning in metrics["label_free"].get("warnings", [])]
     classes, clusters = metrics["classes"], metrics["clusters"]
     if classes is not None and classes != clusters:
@@ -129,7 +129,7 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
 
 
 def _advice(metrics: dict[str, Any]) -> str:
-    """How to mend an old model, which has one head; one that was refined is not refined again for it."""
+    """Return how to calibrate a model that has one head, and nothing for a refined model."""
     if metrics["model"]["heads"] != 1:
         return ""
     backbone, data = (shlex.quote(str(word)) for word in (metrics["model"]["path"], metrics["data"]))

@@ -69,7 +69,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def facts(report: Mapping[str, Any]) -> list[str]:
-    """A report of a checkpoint that loads, as aligned lines."""
+    """Return the report of a checkpoint that loads, as aligned lines."""
     rows = [*_origin(report), *_input(report), *_head_and_branch(report)]
     lines = [_line(*row) for row in rows]
     if "images" in report:
@@ -78,7 +78,7 @@ def facts(report: Mapping[str, Any]) -> list[str]:
 
 
 def misfits(report: Mapping[str, Any]) -> list[str]:
-    """The weights that do not fit, each with the name nearest to it; nothing if that was not the trouble."""
+    """Return the weights that do not fit, each with the nearest name; nothing if that was not the problem."""
     weights = report.get("weights")
     if not weights:
         return []

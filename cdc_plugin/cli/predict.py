@@ -30,7 +30,7 @@ EPILOG = """examples:
   cdc-predict --answers check/  # what the answers say of the accuracy
 
 Images of any number are read one chunk after the other. Labels are not looked at.
-Of many images, finished parts are kept beside --out: after a fault the same command goes on with the others.
+Of many images, finished parts are kept beside --out: after a fault the same command continues with the others.
 Several GPUs or machines share the work: torchrun --nproc-per-node 4 -m cdc_plugin predict --model ...
 """
 
@@ -116,7 +116,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _main_first(distributed: Distributed, make: Callable[[], Made]) -> Made:
-    """What ``make`` gives in each process; where it fails in the main one, that is said once."""
+    """Return the result of ``make`` in each process; a failure in the main one is reported once."""
     made: list[Made] = []
     distributed.broadcast_from_main(lambda: made.append(make()))
     return made[0] if made else make()
@@ -232,7 +232,7 @@ def _select(options: argparse.Namespace, found: Prediction) -> Acceptance | None
 
 
 def _selected(chosen: Acceptance, surest: float) -> str:
-    """One line on what may be relied on."""
+    """Return one line on what may be relied on."""
     if chosen.threshold is None or chosen.expected_accuracy is None:
         return f"no image selected: the surest has confidence {surest:.6f}"
     count, total = chosen.count, len(chosen.mask)

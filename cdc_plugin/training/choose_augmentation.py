@@ -32,7 +32,7 @@ def choose_augmentation(
     device: torch.device,
     generator: torch.Generator,
 ) -> tuple[AugmentConfig, dict[str, float]]:
-    """Fill in ``flip`` and ``crop_scale`` where they are None; also returns the agreements measured.
+    """Fill in ``flip`` and ``crop_scale`` where they are None; return them with the measured agreements.
 
     Agreement is the share of a sample of images that the freshly initialised head puts into the same cluster
     with and without the change.

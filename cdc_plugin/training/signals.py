@@ -1,4 +1,4 @@
-"""The word of a cluster that a process has to go: SIGTERM, and SIGUSR1, which SLURM's ``--signal`` sends ahead of it.
+"""Handle the request of a cluster to end: SIGTERM, and SIGUSR1, which SLURM's ``--signal`` sends ahead of it.
 
 A command ends at once, as by Ctrl-C; while it trains it may ask for time to save its state: `noticing_termination`.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-# Within so many seconds a second signal is an echo of the first: SLURM tells every process of a job step, and
-# torchrun passes on to its processes what they have been told already.
+# Within so many seconds a second signal is an echo of the first: SLURM signals every process of a job step, and
+# torchrun forwards to its processes the signal that they have already received.
 ECHO = 2.0
 
 
@@ -48,7 +48,7 @@ class Notice:
 
 @contextlib.contextmanager
 def ending_on_termination() -> Iterator[None]:
-    """In here a signal raises `Terminated` in the main thread at once, so that files under way are cleaned up."""
+    """Raise `Terminated` in the main thread at once on a signal, so that unfinished files are cleaned up."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         if not _is_echo():
@@ -60,10 +60,10 @@ def ending_on_termination() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noticing_termination() -> Iterator[Notice]:
-    """In here the first signal is noted, for the caller to look at and to end when it has saved; a second one raises.
+    """Record the first signal, so that the caller can save and then end; raise on a second one.
 
-    Whoever is asked but does not end by itself is ended when it leaves. In another thread than the main one, which
-    cannot handle signals, and where a script handles them in its own way, nothing is ever asked.
+    A caller that does not end by itself is ended when it leaves the context. Nothing is recorded in a thread other
+    than the main one, which cannot handle signals, nor where a script handles them in its own way.
     """
     notice = Notice()
 
@@ -79,7 +79,7 @@ def noticing_termination() -> Iterator[Notice]:
     notice.end()
 
 
-_heard = [-math.inf]  # when the last signal came; signals are the whole process's
+_heard = [-math.inf]  # when the last signal arrived; signals concern the whole process
 
 
 def _is_echo() -> bool:
@@ -130,7 +130,7 @@ def _meet_parent() -> None:
     _parent = os.getppid()
 
 
-# At import, and not when it is asked for: until torch is imported seconds go by, in which the parent may be killed.
+# At import, not on first use: importing torch takes seconds, during which the parent may be killed.
 _parent = os.getppid()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_meet_parent)

@@ -1,7 +1,7 @@
-"""Where else a run is followed, if the user asks for it: TensorBoard, Weights & Biases, or a tracker by entry point.
+"""Follow a run elsewhere, if the user asks for it: TensorBoard, Weights & Biases, or a tracker by entry point.
 
 A tracker is a convenience: a missing package is refused before any work, but one that fails later (network down, disk
-full) is left behind with a warning, and the run goes on.
+full) is dropped with a warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import UserError
 
 log = logging.getLogger("cdc_plugin")
-NOTES = "trackers.json"  # what every tracker has got so far, so that a resumed run goes on where it stopped
+NOTES = "trackers.json"  # what every tracker has received, so that a resumed run continues where it stopped
 
 
 class Tracker(Protocol):
-    """What an entry point ``cdc_plugin.tracker`` has to give; making one imports the packages that it needs."""
+    """The interface of an entry point ``cdc_plugin.tracker``; creating one imports the packages that it needs."""
 
     def start(self, config: dict[str, Any], folder: Path, kept: dict[str, Any]) -> None:
-        """A run begins, or goes on.
+        """Begin a run, or continue it.
 
         Args:
             config: all settings, as in config.yaml.
             kept: what it held when the run was last left, empty for a new run; it lies in the result folder as JSON.
-                A tracker may add to it; ``epoch``, the last one told, and ``finished`` are added for it.
+                A tracker may add to it; ``epoch``, the last one received, and ``finished`` are added for it.
         """
 
     def epoch(self, stats: dict[str, float], number: int) -> None: ...
@@ -44,14 +44,14 @@ class Tracker(Protocol):
     def finish(self, figures: dict[str, float]) -> None: ...
 
     def close(self) -> None:
-        """After `finish`, or when the run was interrupted."""
+        """Release everything, after `finish` or when the run was interrupted."""
 
 
 trackers: Registry[Callable[[], Tracker]] = Registry("tracker")
 
 
 def make_trackers(names: Sequence[str] | None) -> dict[str, Tracker]:
-    """Trackers by name; refuses what is unknown or not installed."""
+    """Return the trackers by name; refuse what is unknown or not installed."""
     made = {}
     for name in dict.fromkeys(names or ()):
         try:
@@ -68,7 +68,7 @@ def make_trackers(names: Sequence[str] | None) -> dict[str, Tracker]:
 def open_trackers(
     names: Sequence[str] | None, folder: Path, config: RefineConfig, history: Sequence[Mapping[str, float]]
 ) -> Iterator[Tracking]:
-    """All trackers of a run, up to date with the epochs that are behind it, and closed whatever happens.
+    """Open all trackers of a run, bring them up to date with its finished epochs, and close them whatever happens.
 
     Args:
         folder: result folder; what an earlier run noted there must be gone.
@@ -93,7 +93,7 @@ class Tracking:
         for name in list(self.running):
             self._call(name, "start", config, self.folder, self.kept.setdefault(name, {}))
         self._note()
-        for stats in history:  # epochs that were saved but not told, and all of them for a tracker that is new
+        for stats in history:  # epochs saved but not yet passed on, or all of them for a new tracker
             self.epoch(stats)
 
     def epoch(self, stats: Mapping[str, float]) -> None:
@@ -106,7 +106,7 @@ class Tracking:
             self._note()
 
     def finish(self, metrics: Mapping[str, Any]) -> None:
-        """The figures of report.json."""
+        """Pass on the figures of report.json."""
         for name in list(self.running):
             if self._call(name, "finish", flat_figures(metrics)):
                 self.kept[name]["finished"] = True
@@ -117,13 +117,13 @@ class Tracking:
             self._call(name, "close")
 
     def _call(self, name: str, method: str, *arguments: Any) -> bool:
-        """Whether it worked; a tracker that fails once is not asked again."""
+        """Return whether the call succeeded; a tracker that fails once is not called again."""
         try:
             getattr(self.running[name], method)(*arguments)
         except Exception as error:
             del self.running[name]
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("tracker %s failed and is left out from now on, the run goes on: %s", name, reason[:200])
+            log.warning("tracker %s failed and is left out from now on; the run continues: %s", name, reason[:200])
             return False
         return True
 
@@ -136,7 +136,7 @@ class Tracking:
 
 
 def flat_figures(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The single numbers of a nested report, ``{"after/calibration_head/ACC": 0.9}``; lists and words are left out."""
+    """Return the single numbers of a nested report, ``{"after/calibration_head/ACC": 0.9}``, without lists and text."""
     found: dict[str, float] = {}
     for key, value in metrics.items():
         if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _read_notes(file: Path) -> dict[str, dict[str, Any]]:
         found = json.loads(file.read_text(encoding="utf-8"))
         return {name: dict(kept) for name, kept in found.items()}
     except (OSError, ValueError, AttributeError, TypeError):
-        return {}  # none, or spoilt: the trackers are told everything again
+        return {}  # missing or damaged: the trackers receive everything again
 
 
 @trackers.register("tensorboard")
@@ -159,7 +159,7 @@ class TensorBoard:
     """Event files in ``tensorboard`` in the result folder.
 
     tensorboardX's own `SummaryWriter` hands events to a thread; when that dies, on a full disk say, the run would wait
-    for it for ever. Its synchronous writer is used instead: an epoch is on the disk, or its failure is told.
+    for it forever. Its synchronous writer is used instead: an epoch is on the disk, or its failure is reported.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class TensorBoard:
         self.last, self.finished = kept.get("epoch", 0), kept.get("finished", False)
         # The name holds the second; the suffix keeps a start within the same one from replacing the file.
         self.writer = self._open(str(logs / "events"), f".{uuid.uuid4().hex[:8]}")
-        # Readers drop from earlier files what a run that was killed told without noting it.
+        # Readers drop from earlier files what a killed run had written but not recorded.
         self._write(self.last + 1, session_log=self._session(status=self._session.START))
         if not kept:
             settings = json.dumps(config, indent=2).replace("\n", "\n    ")  # indented: Markdown shows it as it is

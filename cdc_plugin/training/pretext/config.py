@@ -22,7 +22,7 @@ TITLES = {"mocov2": "MoCo-v2", "simsiam": "SimSiam", "byol": "BYOL"}
 EMA = {"mocov2": (0.99, 0.999), "byol": (0.996, 1.0)}  # the ends are those of the released settings
 PAPER_QUEUE = 32_768
 LAPTOP_IMAGES = 50_000  # below, the laptop recipes are the default
-IMAGES_SEEN = 300_000  # images times epochs of a run that is not told how long to be
+IMAGES_SEEN = 300_000  # images times epochs of a run without a given length
 BLUR_FROM = 64  # pixels; the paper blurs images of 64 px and more, not those of 32
 FEWEST = 32  # images
 

@@ -21,7 +21,7 @@ WEIGHTS, ORDER, VIEWS, LAYERS = 21, 22, 23, 24
 
 
 def spread(embedding: Tensor) -> float:
-    """How far the embedding (B, D) has not collapsed: 1 where directions fill the space, 0 where all are one.
+    """Return how far the embedding (B, D) is from collapse: 1 where directions fill the space, 0 where all are one.
 
     The standard deviation of every coordinate of the L2-normalised rows, averaged, over the 1 / sqrt(D) that evenly
     spread directions have (SimSiam, Sec. 4.1).
@@ -70,7 +70,7 @@ class Pretrainer:
             after_epoch({"epoch": self.epoch, **mean, "lr": logs[-1]["lr"]})
 
     def step(self, first: Tensor, second: Tensor) -> dict[str, float]:
-        """One step on two views of a batch."""
+        """Take one step on two views of a batch."""
         from lightly.utils.scheduler import cosine_schedule, cosine_warmup_schedule
 
         config = self.config
@@ -95,7 +95,7 @@ class Pretrainer:
         return {"loss": value, "spread": spread(embedding), "lr": lr}
 
     def state(self) -> dict[str, Any]:
-        """Everything that `restore` needs to go on as if nothing had happened."""
+        """Return everything that `restore` needs to continue without a difference."""
         return {
             "epoch": self.epoch,
             "steps": self.steps,

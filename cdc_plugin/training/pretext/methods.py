@@ -30,7 +30,7 @@ class Sizes:
 
 
 def require_lightly() -> None:
-    """Refuse in one line where the extra is not installed."""
+    """Refuse to start, in one line, where the extra is not installed."""
     try:
         import lightly.loss  # noqa: F401
     except ImportError as error:
@@ -51,18 +51,18 @@ class Pretext(nn.Module):
         return found
 
     def prepare(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Whatever must be known of the images before the first step."""
+        """Prepare what depends on the images before the first step."""
 
     def follow(self, ema: float) -> None:
         """Let the momentum network, where there is one, take over a share 1 - ema of the online one."""
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of two views of the same images, and the embedding (B, D) of the first."""
+        """Return the loss of two views of the same images, and the embedding (B, D) of the first."""
         raise NotImplementedError
 
 
 class _WithMomentum(Pretext):
-    """Has a second network that follows the online one slowly and gives what is predicted or told apart."""
+    """A task with a second network that follows the online one slowly and provides the targets."""
 
     def __init__(self, backbone: Backbone, projector: nn.Module) -> None:
         from lightly.models.utils import deactivate_requires_grad
@@ -112,7 +112,7 @@ class MoCoV2(_WithMomentum):
 
     @torch.no_grad()
     def _keys(self, images: Tensor) -> Tensor:
-        """Keys by groups of a shuffled batch, so that the statistics of BatchNorm do not give pairs away.
+        """Return keys by groups of a shuffled batch, so that the statistics of BatchNorm do not give pairs away.
 
         MoCo shuffles between devices; groups do the same on one.
         """
@@ -178,14 +178,14 @@ class BYOL(_WithMomentum):
 
 
 def _mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """The paper's head: linear, BatchNorm, ReLU, linear."""
+    """Return the paper's head: linear, BatchNorm, ReLU, linear."""
     from lightly.models.modules.heads import ProjectionHead
 
     return ProjectionHead([(inputs, hidden, nn.BatchNorm1d(hidden), nn.ReLU()), (hidden, outputs, None, None)])
 
 
 def _normalised_mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """The same with a BatchNorm after the last layer."""
+    """Return the same head with a BatchNorm after the last layer."""
     return nn.Sequential(_mlp(inputs, hidden, outputs), nn.BatchNorm1d(outputs))
 
 

@@ -22,7 +22,7 @@ FAST_STEM = {"kernel": 3, "stride": 1, "padding": 1, "pool": True}  # the demo's
 
 
 def spec_of(arch: str, input_size: int) -> dict[str, Any]:
-    """The spec of a named network for images of this size; see ``checkpoints.architectures``."""
+    """Return the spec of a named network for images of this size; see ``checkpoints.architectures``."""
     if arch in RESNETS:
         small_stem = FAST_STEM if arch == "small" else SMALL_STEM
         stem = small_stem if input_size <= SMALL_INPUT else LARGE_STEM
@@ -39,7 +39,7 @@ def spec_of(arch: str, input_size: int) -> dict[str, Any]:
 
 
 def fresh_backbone(arch: str, input_size: int, mean: list[float], std: list[float]) -> Backbone:
-    """A network with random weights."""
+    """Return a network with random weights."""
     spec = spec_of(arch, input_size)
     module, feature_dim = build(spec)
     return Backbone(module, feature_dim, mean, std, input_size, spec)

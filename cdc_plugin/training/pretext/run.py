@@ -54,7 +54,7 @@ MEASURED = 10_000  # images whose pixels give mean and std
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a run has made: its folder, its settings, a record an epoch, and the network in words."""
+    """The result of a run: its folder, its settings, one record per epoch, and a description of the network."""
 
     folder: Path
     config: PretrainConfig
@@ -91,7 +91,7 @@ def pretrain(
     try:
         state = read_state(folder) if resume else None
         if state is None and config.data is None:
-            raise UserError(f"{folder} has no finished epoch to go on from; give --data to start it")
+            raise UserError(f"{folder} has no finished epoch to continue from; give --data to start it")
         with log_to(folder / LOG):
             if state is None:
                 config = load_pretrain_config(recipe, flags, words, count_images)
@@ -104,7 +104,7 @@ def pretrain(
 
 
 def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSet]:
-    """The images, and the settings with everything filled in."""
+    """Return the settings with everything filled in, and the images."""
     size = config.input_size
     if size is None:
         native = native_size(config.data)
@@ -124,9 +124,9 @@ def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSe
 
 
 def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple[PretrainConfig, ImageSet]:
-    """The same run as after its last finished epoch."""
+    """Return settings and images of the run as they were after its last finished epoch."""
     if state.get("tool") != TOOL:
-        raise UserError(f"{folder} is no run of {TOOL}; go on with it by cdc-refine --resume --out {folder}")
+        raise UserError(f"{folder} is not a run of {TOOL}; continue it with cdc-refine --resume --out {folder}")
     stored = load_pretrain_config(folder / CONFIG)
     assert stored.input_size is not None
     images = _open(stored, stored.input_size)
@@ -144,14 +144,14 @@ def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple
                 f"{folder} was begun with {name}={getattr(stored, name)}, now {name}={asked[name]} is asked for; "
                 "resume without it, or start another run with its own --out"
             )
-    log.info("going on after epoch %d", state["trainer"]["epoch"])
+    log.info("continuing after epoch %d", state["trainer"]["epoch"])
     return dataclasses.replace(stored, out=given.out, device=given.device), images
 
 
 def train(
     config: PretrainConfig, images: ImageSet, folder: Path, device: torch.device, state: dict[str, Any] | None
 ) -> Pretrained:
-    """All epochs that are still to do, then the weights."""
+    """Train the remaining epochs, then write the weights."""
     assert config.input_size is not None
     assert config.mean is not None
     assert config.std is not None
@@ -195,7 +195,7 @@ def train(
 def batches_of(
     images: ImageSet, config: PretrainConfig, device: torch.device
 ) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
-    """Two views of every batch of an epoch; they depend on (seed, epoch, batch) only."""
+    """Return a function that yields two views of every batch of an epoch; they depend on (seed, epoch, batch) only."""
     settings = view_settings(config)
     sizes = batch_sizes(len(images), config.batch_size)
 
@@ -213,7 +213,7 @@ def batches_of(
 
 
 def view_settings(config: PretrainConfig) -> PretextSettings:
-    """The augmentation of resolved settings."""
+    """Return the augmentation of resolved settings."""
     assert config.input_size is not None
     assert config.flip is not None
     assert config.blur is not None
@@ -231,7 +231,7 @@ def view_settings(config: PretrainConfig) -> PretextSettings:
 
 
 def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of every channel, in shares of white; of 10,000 images where there are more."""
+    """Return mean and standard deviation of every channel, white being 1; of at most 10,000 images."""
     chosen = torch.linspace(0, len(images) - 1, min(len(images), MEASURED)).long()
     totals = torch.zeros(2, 3, dtype=torch.float64)
     for part in chosen.split(256):
@@ -259,7 +259,7 @@ def _open(config: PretrainConfig, size: int) -> ImageSet:
 
 
 def _write_model(config: PretrainConfig, images: ImageSet, backbone: Backbone, epoch: int, folder: Path) -> None:
-    """The backbone of the last epoch in the native format, so that a run can be used before it ends."""
+    """Write the backbone of the last epoch in the native format, so that a run can be used before it ends."""
     from lightly import __version__ as lightly_version
 
     record = {"spec": backbone.spec, "feature_dim": backbone.feature_dim, "mean": config.mean, "std": config.std}

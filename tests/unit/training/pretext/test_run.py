@@ -130,7 +130,7 @@ def test_a_folder_that_holds_anything_is_not_touched_unless_asked(finished, arch
 def test_a_run_of_another_command_is_not_resumed(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(RefineConfig(backbone="x.pt")))
     torch.save({"version": 1}, tmp_path / "last.pt")
-    with pytest.raises(UserError, match="no run of cdc-pretrain"):
+    with pytest.raises(UserError, match="not a run of cdc-pretrain"):
         pretrain(None, {"out": str(tmp_path)}, resume=True)
 
 
