@@ -226,3 +226,14 @@ def test_refined_centres_take_the_place_of_the_sample_and_are_assigned_to():
     assert torch.equal(head.centers, refined[0])
     assert torch.equal(head.partition, torch.cdist(standardize_rows(features), refined[0]).argmin(dim=1))
     assert not torch.equal(head.partition, fit_prototype_head(features, 3, 8, seeded()).partition)
+
+
+def test_votes_are_averaged_over_mini_clusters_of_twenty_iterations():
+    directions = standardize_rows(torch.randn(300, 6, generator=seeded(6)))
+    runs = [kmeans(directions, 3, seeded(seed)) for seed in range(3)]
+    labels = torch.randint(3, (300,), generator=seeded(9))
+    votes = [mean_rows(np.eye(3)[labels.numpy()], run.assignment.numpy()) for run in runs]
+    found = consensus_targets(directions, labels, runs, seeded()).numpy()
+    for iterations, equal in ((20, True), (1, False)):
+        neighbours = kmeans(directions, 6, seeded(), iterations=iterations).assignment.numpy()
+        assert np.allclose(found, mean_rows(np.mean(votes, axis=0), neighbours), atol=1e-5) is equal
