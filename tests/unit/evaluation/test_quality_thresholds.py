@@ -22,7 +22,9 @@ def evidence(assignment: Tensor, features: Tensor | None = None, clusters: int =
         features = features + torch.randn(len(assignment), 16, generator=torch.Generator().manual_seed(0))
     probs = probabilities(assignment, 0.9, clusters)
     given = {"clustering": probs, "calibration": probs, "kmeans": assignment, "start": assignment}
-    return Evidence(**{**given, "features": features, "seen": torch.arange(100), "anew": assignment[:100], **changes})
+    return Evidence(
+        **{**given, "features": features, "seen": torch.arange(100), "augmented": assignment[:100], **changes}
+    )
 
 
 def kinds(given: Evidence) -> set[str]:
@@ -45,7 +47,7 @@ def moved(assignment: Tensor, count: int) -> Tensor:
         ({"kmeans": moved(EVEN, 59)}, {"kmeans": moved(EVEN, 61)}),
         ({"start": moved(EVEN, 59)}, {"start": moved(EVEN, 61)}),
         ({"start": None}, {"start": moved(EVEN, 61)}),
-        ({"anew": moved(EVEN[:100], 9)}, {"anew": moved(EVEN[:100], 11)}),
+        ({"augmented": moved(EVEN[:100], 9)}, {"augmented": moved(EVEN[:100], 11)}),
         ({"last_epochs": [EVEN[:100], moved(EVEN[:100], 4)]}, {"last_epochs": [EVEN[:100], moved(EVEN[:100], 6)]}),
     ],
     ids=["surer", "less sure", "k-means", "start", "no start", "another view", "last epochs"],
@@ -58,7 +60,7 @@ def test_a_second_opinion_is_a_doubt_only_beyond_its_threshold(within, beyond):
 def test_twenty_images_a_cluster_are_enough():
     for count, expected in ((80, set()), (79, {"estimate"})):
         few = EVEN[:count]
-        assert kinds(evidence(few, seen=torch.arange(count), anew=few)) == expected
+        assert kinds(evidence(few, seen=torch.arange(count), augmented=few)) == expected
 
 
 def of_sizes(*sizes: int) -> Tensor:
