@@ -23,6 +23,17 @@ TINY_SPEC = {
 }
 
 
+KINDS = ("unit", "e2e", "ddp", "faults", "interop")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test with the folder it lies in: ``pytest -m interop``."""
+    for item in items:
+        kind = item.path.relative_to(Path(__file__).parent).parts[0]
+        if kind in KINDS:
+            item.add_marker(kind)
+
+
 @pytest.fixture
 def randomness() -> torch.Generator:
     return torch.Generator().manual_seed(0)
