@@ -137,7 +137,7 @@ def test_new_images_are_sorted_by_a_finished_run(finished, photos, digits, tmp_p
     Image.fromarray(digits[0][150, :, :, 0]).save(gray)
     succeed("--model", out, "--data", gray, "--out", tmp_path / "one.csv", program=PREDICT)
     assert len(read(tmp_path / "one.csv")) == 1
-    assert "already there" in refuse("--model", out, "--data", gray, "--out", table, program=PREDICT)
+    assert "--overwrite" in refuse("--model", out, "--data", gray, "--out", table, program=PREDICT)
 
 
 def kill_after(epochs: int, delay: float, sign: int, words: list[object], out: Path) -> subprocess.CompletedProcess:
