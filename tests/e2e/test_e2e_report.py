@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: none of {
 PHONE, DESK = 360, 1280
 LIMIT = 8_000_000  # bytes
 SCORES = {
-    "calibration head": {"AUROC": 0.9, "FPR95": 0.2, "AUPR": 0.8},
+    "calibration_head": {"AUROC": 0.9, "FPR95": 0.2, "AUPR": 0.8},
     "distance": {"AUROC": 1, "FPR95": 0, "AUPR": 1},
 }
 # Pairs of texts of one drawing whose boxes share more than a hair.
