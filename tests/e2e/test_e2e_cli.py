@@ -144,7 +144,15 @@ def kill_after(epochs: int, delay: float, sign: int, words: list[object], out: P
     """Start a run and end it ``delay`` seconds after the given number of epochs stand in metrics.jsonl."""
     command = [*REFINE, *(str(word) for word in words)]
     history = out / "metrics.jsonl"
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell has the jobs in its background ignore Ctrl-C, and tests may be such a job.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not (history.is_file() and len(history.read_text().splitlines()) >= epochs):
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         time.sleep(0.005)
