@@ -12,6 +12,8 @@ from cdc_plugin.core.losses import calibration_loss, negative_entropy, soft_targ
 from cdc_plugin.core.prototypes import fit_prototype_head, orthogonalize, standardize_rows
 from cdc_plugin.core.selection import select_confident
 from cdc_plugin.core.targets import mini_cluster_targets
+from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.steps import Views
 from tests.helpers import SHARED
 
 GOLDEN = SHARED / "golden"
@@ -113,7 +115,7 @@ def test_initialisation_is_more_accurate_than_the_released_one_on_the_same_featu
 def test_one_training_call_ends_in_the_same_weights(monkeypatch):
     """The whole of Algorithm 1 on 60 images and 2 sub-batches, given the same mini-clusters."""
     import cdc_plugin.training.refiner as engine
-    from cdc_plugin.config.schema import RefineConfig
+    from cdc_plugin.config.resolve import ResolvedConfig
     from cdc_plugin.models.architectures import build
     from cdc_plugin.models.heads import ClusterHead
 
@@ -136,18 +138,21 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
     load_weights()
     split = given["mid/split_all"]
     monkeypatch.setattr(engine, "find_mini_clusters", lambda features, count, randomness: split)
-    config = RefineConfig(
+    config = ResolvedConfig(
         clusters=10,
         mini_clusters=int(split.max()) + 1,
         sub_batch_size=30,
         lr_heads=LR_HEADS,
         lr_backbone=LR_BACKBONE,
         schedule="constant",
+        batch_size=60,
+        epochs=1,
+        passes="full",
     )
-    refiner = engine.Refiner(backbone, *heads, config, torch.device("cpu"), images=60, total_steps=1)
-    views = engine.Views(given["in/val"], given["in/image"], given["in/image_augmented"], torch.arange(60))
-    judged = refiner.judge(views, torch.Generator())
-    selection, targets, features = judged.selection, judged.targets, judged.features
+    refiner = engine.Refiner(backbone, *heads, config, Runtime(torch.device("cpu")), image_count=60)
+    views = Views(given["in/val"], given["in/image"], given["in/image_augmented"], torch.arange(60))
+    judged = refiner.compute_targets(views, torch.Generator())
+    selection, targets, features = judged.selection, judged.soft, judged.features
     assert selection.mask.tolist() == given["mid/selected_idx"].bool().tolist()
     assert selection.labels.tolist() == given["mid/proto_pseudo"].tolist()
     torch.testing.assert_close(targets, given["mid/super_target"], rtol=1e-3, atol=1e-5)
