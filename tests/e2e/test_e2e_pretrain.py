@@ -40,7 +40,12 @@ def test_a_run_interrupted_by_the_keyboard_is_resumed_and_its_folder_refined(arc
     out = tmp_path / "a backbone"
     words = ["--data", archive, "--method", "byol", "--epochs", 4, "--out", out, *QUICK]
     process = subprocess.Popen(
-        [*PRETRAIN, *(str(word) for word in words)], env=environment(), stderr=subprocess.PIPE, text=True
+        [*PRETRAIN, *(str(word) for word in words)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell has the jobs in its background ignore Ctrl-C, and tests may be such a job.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (out / "last.pt").is_file():
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
