@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
@@ -25,17 +24,6 @@ class Registry(Generic[T]):
     kind: str
     entries: dict[str, T] = field(default_factory=dict)
     plugins_loaded: bool = False
-
-    def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that adds an entry; to be removed: pass all entries where the table is declared."""
-
-        def keep(entry: T) -> T:
-            if name in self.entries:
-                raise ValueError(f"{self.kind} {name!r} is registered twice")
-            self.entries[name] = entry
-            return entry
-
-        return keep
 
     def get(self, name: str) -> T:
         """Return the entry of this name, or refuse and suggest the nearest one."""

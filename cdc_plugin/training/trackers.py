@@ -47,9 +47,6 @@ class Tracker(Protocol):
         """Release everything, after `finish` or when the run was interrupted."""
 
 
-trackers: Registry[Callable[[], Tracker]] = Registry("tracker")
-
-
 def make_trackers(names: Sequence[str] | None) -> dict[str, Tracker]:
     """Return the trackers by name; refuse what is unknown or not installed."""
     made = {}
@@ -154,7 +151,6 @@ def _read_notes(file: Path) -> dict[str, dict[str, Any]]:
         return {}  # missing or damaged: the trackers receive everything again
 
 
-@trackers.register("tensorboard")
 class TensorBoard:
     """Event files in ``tensorboard`` in the result folder.
 
@@ -205,7 +201,6 @@ class TensorBoard:
         self.writer.write_event(self._event(wall_time=time.time(), step=step, **content))
 
 
-@trackers.register("wandb")
 class WeightsAndBiases:
     """A run of Weights & Biases; WANDB_MODE=offline and the other variables of its own decide where it goes."""
 
@@ -235,3 +230,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish(exit_code=0 if self.finished else 1)
+
+
+trackers: Registry[Callable[[], Tracker]] = Registry("tracker", {"tensorboard": TensorBoard, "wandb": WeightsAndBiases})

@@ -52,7 +52,7 @@ def add(monkeypatch):
     monkeypatch.setattr(trackers, "entries", dict(trackers.entries))
 
     def register(name, tracker):
-        trackers.register(name)(lambda: tracker)
+        trackers.entries[name] = lambda: tracker
         return tracker
 
     return register
