@@ -31,7 +31,8 @@ from cdc_plugin.evaluation.outputs import (
     score_outside,
 )
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, compute_outlier_columns, write_table
-from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record, trusted_samples
+from cdc_plugin.evaluation.quality import find_trusted
+from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.models_page import compared_model, comparison_facts, comparison_title, write_comparison
 from cdc_plugin.report.run_page import page_of_evaluation, write_page
@@ -175,7 +176,7 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
         ),
         "seconds": round(time.monotonic() - began, 1),
     }
-    columns = {"trusted": trusted_samples(outputs.calibration)}
+    columns = {"trusted": find_trusted(outputs.calibration)}
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, outputs.features)
     table = build_prediction_table(images.names, outputs.clustering, outputs.calibration, columns)

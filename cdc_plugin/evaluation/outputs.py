@@ -16,11 +16,10 @@ from cdc_plugin.core.random_streams import AUGMENTATION, FINAL, QUALITY, generat
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import CheckpointError
 from cdc_plugin.evaluation.models import EvaluatedModel
-from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented
+from cdc_plugin.evaluation.quality import Evidence, assess
 from cdc_plugin.evaluation.report_record import measure
 from cdc_plugin.metrics import summary_outliers
-from cdc_plugin.training.batches import training_views
-from cdc_plugin.training.choose_augmentation import choose_augmentation
+from cdc_plugin.training.batches import choose_augmentation, predict_augmented
 from cdc_plugin.training.features import (
     extract_features,
     head_probabilities,
@@ -101,10 +100,10 @@ def quality_card(
 ) -> dict[str, Any]:
     """Return the label-free card, as at the end of a run; with one head, there is no agreement of heads."""
     config, model = _settings(evaluated), evaluated.model
+    backbone, head, runtime = model.backbone, model.calibration_head, Runtime(device)
     randomness = generator(config.seed, AUGMENTATION)
-    augment, _ = choose_augmentation(config.augment, model.backbone, model.calibration_head, images, device, randomness)
-    views = training_views(augment, model.backbone)
-    seen, augmented = predict_augmented(model, images, views, Runtime(device), generator(config.seed, QUALITY))
+    augment, _ = choose_augmentation(config.augment, backbone, head, images, runtime, randomness)
+    seen, augmented = predict_augmented(backbone, head, images, augment, runtime, generator(config.seed, QUALITY))
     clustering, calibration, partition = map(torch.from_numpy, (outputs.clustering, outputs.calibration, kmeans))
     card = assess(Evidence(clustering, calibration, outputs.features, partition, seen, augmented))
     if evaluated.heads > 1:

@@ -8,26 +8,21 @@ a user has in mind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cdc_plugin.core.agreement import agreement, neighbour_consistency, separation
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.selection import select_confident
-from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.views import ViewSettings, plain_view, view_settings, weak_view
-from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.runtime import Runtime
 
-SAMPLE = 1024  # images that are predicted again in an augmented view
-WATCHED, SNAPSHOT_EPOCHS = 512, 3  # images that are predicted after each of the last epochs
 NEIGHBOURS_AMONG = 5000  # with more images, all pairs take long and give the same figure
 
 # Thresholds of warnings. They are constants: no run sees a label. They were set in development, on 15 runs on digits,
@@ -68,28 +63,9 @@ class Evidence:
     sample: Tensor | None = None
 
 
-def snapshot(model: Clusterer, images: ImageSet, runtime: Runtime) -> Tensor:
-    """Predict the clusters (m,) of a few images, always the same ones, to see how many change between epochs."""
-    view = partial(plain_view, settings=view_settings(model.backbone))
-    return _predict_clusters(model, images, snapshot_rows(len(images)), view, runtime)
-
-
-def snapshot_rows(count: int) -> Tensor:
-    """Return the indices of the images that `snapshot` predicts."""
-    return torch.linspace(0, count - 1, min(WATCHED, count)).long()
-
-
-def predict_augmented(
-    model: Clusterer,
-    images: ImageSet,
-    settings: ViewSettings,
-    runtime: Runtime,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Return indices of a sample of images, and the cluster that the calibration head gives a weak view of each."""
-    chosen = torch.randperm(len(images), generator=generator)[:SAMPLE].sort().values
-    clusters = _predict_clusters(model, images, chosen, lambda pixels: weak_view(pixels, settings, generator), runtime)
-    return chosen, clusters
+def find_trusted(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return which samples Sec. 3.2 would take as pseudo-labels, over the whole set, given (N, C) probabilities."""
+    return select_confident(torch.from_numpy(calibration)).mask.numpy()
 
 
 def assess(evidence: Evidence) -> dict[str, Any]:
@@ -134,23 +110,6 @@ def assess(evidence: Evidence) -> dict[str, Any]:
         )
     card["warnings"] = warnings
     return card
-
-
-@torch.no_grad()
-def _predict_clusters(
-    model: Clusterer,
-    images: ImageSet,
-    chosen: Tensor,
-    view: Callable[[Tensor], Tensor],
-    runtime: Runtime,
-) -> Tensor:
-    model.eval()
-    clusters = []
-    for part in chosen.split(256):
-        views = view(images.batch(part).to(runtime.device)).contiguous(memory_format=torch.channels_last)
-        with runtime.autocast():
-            clusters.append(model(views).float().argmax(dim=1).cpu())
-    return torch.cat(clusters)
 
 
 def _find_doubts(card: dict[str, Any], image_count: int, clusters: int) -> list[str]:

@@ -16,7 +16,6 @@ from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.recipes import DEMO_BACKBONE
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.core.selection import select_confident
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row
@@ -146,11 +145,6 @@ def measure(
 def measure_head(probs: NDArray[np.float32], labels: NDArray[np.int64] | None) -> dict[str, Any]:
     """Every figure of one head's probabilities (N, C); without labels those of `summary_unlabelled`."""
     return summary_unlabelled(probs) if labels is None else summary(probs, labels)
-
-
-def trusted_samples(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which samples Sec. 3.2 would take as pseudo-labels, over the whole set."""
-    return select_confident(torch.from_numpy(calibration)).mask.numpy()
 
 
 def old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:

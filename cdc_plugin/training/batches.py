@@ -1,11 +1,12 @@
-"""Make the batches that the training loop sees: views of the images, or cached features of a frozen backbone."""
+"""Make views of the images: batches for the training loop, cached features of a frozen backbone, second looks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
 from cdc_plugin.config.schema import AugmentConfig
@@ -19,7 +20,14 @@ from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.steps import Views
 
 MakeViews = Callable[[Tensor, torch.Generator], Views]
-CHUNK = 256  # images whose views a frozen backbone sees at once
+View = Callable[[Tensor], Tensor]
+CHUNK = 256  # images whose views are in memory at once, where no batch says how many
+TRIED_ON = 512  # images that an augmentation is tried on
+CROP_SCALES = (0.2, 0.4, 0.6, 0.8)  # SCAN's 0.2 first, then milder ones
+# A change is overlooked if it moves few more images to another cluster than the mildest crop does.
+FLIP_SHARE, CROP_SHARE = 0.9, 0.95
+SNAPSHOT_IMAGES, SNAPSHOT_EPOCHS = 512, 3  # images that are predicted after each of the last epochs
+AUGMENTED_IMAGES = 1024  # images that are predicted again in an augmented view
 
 
 def make_batches(
@@ -128,3 +136,88 @@ def cached_views(rows: Tensor, device: torch.device) -> MakeViews:
         return Views(plain, weak, strong, chosen)
 
     return pick
+
+
+def choose_augmentation(
+    asked: AugmentConfig,
+    backbone: Backbone,
+    head: nn.Module,
+    images: ImageSet,
+    runtime: Runtime,
+    randomness: torch.Generator,
+) -> tuple[AugmentConfig, dict[str, float]]:
+    """Fill in ``flip`` and ``crop_scale`` where they are None; return them with the measured agreements.
+
+    A self-supervised backbone has learnt to overlook the changes it was pretrained with. Digits are pretrained without
+    mirroring, and mirrored ones land in other clusters: so they must not be mirrored here either. Agreement is the
+    share of a sample of images that the fresh head puts into the same cluster with and without the change.
+    """
+    if asked.flip is not None and asked.crop_scale is not None:
+        return asked, {}
+    chosen = torch.randperm(len(images), generator=randomness)[:TRIED_ON].sort().values
+    parts = images.batch(chosen).split(128)
+
+    def clusters(view: View) -> Tensor:
+        return predict_clusters(backbone, head, parts, view, runtime)
+
+    plain = view_settings(backbone)
+    reference = clusters(lambda part: plain_view(part, plain))
+
+    def agreement(view: View) -> float:
+        return (clusters(view) == reference).float().mean().item()
+
+    measured = {"flip": agreement(lambda part: plain_view(part.flip(-1), plain))}
+    for scale in CROP_SCALES:
+        settings = view_settings(backbone, flip=False, crop_scale=scale)
+        measured[f"crop {scale}"] = agreement(lambda part, s=settings: weak_view(part, s, randomness))  # type: ignore[misc]
+    mildest = measured[f"crop {CROP_SCALES[-1]}"]
+    flip, crop_scale = asked.flip, asked.crop_scale
+    if flip is None:
+        flip = measured["flip"] >= FLIP_SHARE * mildest
+    if crop_scale is None:
+        crop_scale = next(s for s in CROP_SCALES if measured[f"crop {s}"] >= CROP_SHARE * mildest)
+    return dataclasses.replace(asked, flip=flip, crop_scale=crop_scale), measured
+
+
+def predict_snapshot(backbone: Backbone, head: nn.Module, images: ImageSet, runtime: Runtime) -> Tensor:
+    """Predict the clusters (m,) of a few images, always the same ones, to see how many change between epochs."""
+    settings = view_settings(backbone)
+    parts = (images.batch(part) for part in snapshot_rows(len(images)).split(CHUNK))
+    return predict_clusters(backbone, head, parts, lambda pixels: plain_view(pixels, settings), runtime)
+
+
+def snapshot_rows(image_count: int) -> Tensor:
+    """Return the indices of the images that `predict_snapshot` predicts."""
+    return torch.linspace(0, image_count - 1, min(SNAPSHOT_IMAGES, image_count)).long()
+
+
+def predict_augmented(
+    backbone: Backbone,
+    head: nn.Module,
+    images: ImageSet,
+    augment: AugmentConfig,
+    runtime: Runtime,
+    randomness: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Return indices of a sample of images, and the cluster that the head assigns to a weak view of each."""
+    settings = training_views(augment, backbone)
+    chosen = torch.randperm(len(images), generator=randomness)[:AUGMENTED_IMAGES].sort().values
+    parts = (images.batch(part) for part in chosen.split(CHUNK))
+    return chosen, predict_clusters(
+        backbone, head, parts, lambda pixels: weak_view(pixels, settings, randomness), runtime
+    )
+
+
+@torch.no_grad()
+def predict_clusters(
+    backbone: Backbone, head: nn.Module, parts: Iterable[Tensor], view: View, runtime: Runtime
+) -> Tensor:
+    """Return the cluster that a head assigns to a view of each image, of pixels that come part by part."""
+    backbone.eval()
+    head.eval()
+    clusters = []
+    for pixels in parts:
+        views = channels_last(view(pixels.to(runtime.device)))
+        with runtime.autocast():
+            clusters.append(head(backbone(views)).float().argmax(dim=1).cpu())
+    return torch.cat(clusters)

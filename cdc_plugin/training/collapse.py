@@ -31,6 +31,7 @@ UNUSED = 0.25  # share of clusters without any image; a sound run may lose one o
 SATURATED = 0.98
 WEAK_START = 0.2  # confidence of the first epoch, on a scale from 1 / C to 1; untrained networks had 0.1
 USUAL_RATES = 20.0  # `config.resolve` makes the paper's rates up to so many times larger
+SLOW_DOWN = 0.1  # on all learning rates, after a loss that was not finite
 THIN = 10  # images a cluster in a batch; the paper has 25 and more
 
 
@@ -86,6 +87,17 @@ def as_warnings(findings: Sequence[Finding]) -> list[dict[str, Any]]:
         {"kind": item.kind, "text": f"After epoch {item.epoch}: {item.text}", "epoch": item.epoch, "dead": item.dead}
         for item in findings
     ]
+
+
+def setback_warning(epoch: int | None) -> list[dict[str, str]]:
+    """Return the warning about a run that was rolled back to the epoch before this one, if it was."""
+    if epoch is None:
+        return []
+    text = (
+        f"The loss was NaN or infinite in epoch {epoch}: from the epoch before it on, the rates were {SLOW_DOWN:g} of "
+        "those asked for. Lower lr_backbone and lr_heads, or precision=float32, may give a better run."
+    )
+    return [{"kind": "not-finite", "text": text}]
 
 
 def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> None:

@@ -20,15 +20,14 @@ from cdc_plugin.checkpoints.load import load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
-from cdc_plugin.core.losses import calibrations, check_calibration
+from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
-from cdc_plugin.training.batches import training_views
-from cdc_plugin.training.choose_augmentation import choose_augmentation
+from cdc_plugin.training.batches import choose_augmentation, training_views
 from cdc_plugin.training.features import (
     Features,
     head_probabilities,
@@ -128,7 +127,7 @@ def collect_facts(
         backbone.mean.tolist(),
         backbone.std.tolist(),
         loaded.head_clusters,
-        calibrations.get(request.calibration).strength,
+        check_calibration(request.calibration).strength,
         processes,
     )
 
@@ -228,7 +227,7 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
     randomness = generator(settings.seed, AUGMENTATION)
     augment, agreements = choose_augmentation(
-        prepared.request.augment, prepared.backbone, heads.clustering, prepared.images, device, randomness
+        prepared.request.augment, prepared.backbone, heads.clustering, prepared.images, prepared.runtime, randomness
     )
     if agreements:
         log.info(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from cdc_plugin.data.atomic import write_atomically
 
 if TYPE_CHECKING:
     from cdc_plugin.training.pretext.config import PretrainConfig
@@ -44,12 +41,6 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         pass
-
-
-def write_history(path: Path, history: list[dict[str, float]]) -> None:
-    """Write one JSON object per epoch; the whole file is replaced, so that a reader never sees half a line."""
-    text = "".join(json.dumps(line) + "\n" for line in history)
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def show_progress(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:

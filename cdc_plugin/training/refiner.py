@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.config.resolve import ResolvedConfig, steps_per_epoch
+from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, steps_per_epoch
 from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
 from cdc_plugin.core.selection import make_selector
 from cdc_plugin.core.selection.base import SelectionInput
 from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
-from cdc_plugin.training.epoch_progress import EpochProgress, Stats
 from cdc_plugin.training.runtime import Runtime, lr_multiplier
-from cdc_plugin.training.steps import BatchTargets, Networks, Views, choose_step
-from cdc_plugin.training.sub_batches import split_batch
+from cdc_plugin.training.steps import BatchTargets, Networks, Views, choose_step, split_batch
+
+Stats = dict[str, float]
 
 # Largest mean size of a mini-cluster. Small sets at large rates grow over-confident sooner than the paper's,
 # whose largest is 25. Frozen features cannot bend towards pseudo-labels and need less penalty: with 12 samples
@@ -31,19 +31,13 @@ from cdc_plugin.training.sub_batches import split_batch
 # an accuracy of 78 % (96 px). Single runs; 8 itself was not measured.
 LARGEST_MINI_CLUSTER, LARGEST_FROZEN = 50.0, 8.0
 
-_STATEFUL = ("backbone", "clustering_head", "calibration_head", "clustering_optimizer", "calibration_optimizer")
-
 
 class NotFiniteError(Exception):
     """A loss or a weight is infinite or NaN: the epoch is lost."""
 
 
 class Refiner:
-    """Networks, selection and progress of a run: all that training changes.
-
-    Args:
-        image_count: N.
-    """
+    """Networks, selection and progress of a run on ``image_count`` images: all that training changes."""
 
     def __init__(
         self,
@@ -56,17 +50,11 @@ class Refiner:
     ) -> None:
         self.settings, self.runtime = settings, runtime
         self.networks = Networks(backbone, clustering_head, calibration_head, settings, runtime)
-        self.select = make_selector(
-            settings.selection,
-            image_count,
-            settings.clusters,
-            settings.threshold,
-            settings.selection_momentum,
-            runtime.device,
-        )
+        threshold, momentum, device = settings.threshold, settings.selection_momentum, runtime.device
+        self.select = make_selector(settings.selection, image_count, settings.clusters, threshold, momentum, device)
         self.step = choose_step(settings)
-        per_epoch = steps_per_epoch(image_count, settings.batch_size, settings.sub_batch_size)
-        self.total_steps = max(1, settings.epochs * per_epoch)
+        self.batches_per_epoch = len(batch_sizes(image_count, settings.batch_size))
+        self.total_steps = settings.epochs * steps_per_epoch(image_count, settings.batch_size, settings.sub_batch_size)
         self.epoch = 0
         self.steps = 0
         self.slow_down = 1.0  # factor on all learning rates, below 1 after a loss that was not finite
@@ -155,16 +143,11 @@ class Refiner:
 
     def _finish_epoch(self) -> None:
         """Count the epoch if its weights are finite, and begin the next one alike in all processes."""
-        networks, distributed = self.networks, self.runtime.distributed
-        if not networks.are_finite():  # the last step may ruin weights after the last loss
+        if not self.networks.are_finite():  # the last step may ruin weights after the last loss
             raise NotFiniteError
+        self.networks.align()
         self.epoch += 1
         self.progress = EpochProgress(self.settings.clusters)
-        if networks.target_head is networks.clustering_head:
-            networks.calibration_head.load_state_dict(networks.clustering_head.state_dict())
-        for module in networks.modules() if distributed.size > 1 else ():
-            for tensor in module.state_dict().values():
-                distributed.broadcast_(tensor)
 
     def _lr_factor(self) -> float:
         return lr_multiplier(self.settings.schedule, self.steps, self.total_steps) * self.slow_down
@@ -176,16 +159,38 @@ class Refiner:
             "steps": self.steps,
             "slow_down": self.slow_down,
             "progress": self.progress.state(),
-            "scaler": self.networks.scaler.state_dict(),
             "selector": dict(self.select.state),
-            **{name: getattr(self.networks, name).state_dict() for name in _STATEFUL},
+            "networks": self.networks.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `state` returned."""
-        for name in _STATEFUL:
-            getattr(self.networks, name).load_state_dict(state[name])
-        self.networks.scaler.load_state_dict(state["scaler"])
+        self.networks.restore(state["networks"])
         self.select.state.update({name: value.to(self.runtime.device) for name, value in state["selector"].items()})
         self.epoch, self.steps, self.slow_down = state["epoch"], state["steps"], state["slow_down"]
         self.progress = EpochProgress(self.settings.clusters, state["progress"])
+
+
+class EpochProgress:
+    """Keep what is known of an epoch before it ends, so that a run can stop and resume between two batches."""
+
+    def __init__(self, clusters: int, state: dict[str, Any] | None = None) -> None:
+        state = state or {}
+        self.logs: list[Stats] = list(state.get("logs", []))
+        self.sizes: Tensor = state.get("sizes", torch.zeros(clusters, dtype=torch.long)).clone()
+        self.randomness = torch.Generator()
+        if "randomness" in state:
+            self.randomness.set_state(state["randomness"])
+
+    def count_labels(self, labels: Tensor) -> None:
+        """Add the pseudo-labels (B,) of a batch to the sizes of the clusters."""
+        self.sizes += torch.bincount(labels, minlength=len(self.sizes)).cpu()
+
+    def summarise(self) -> Stats:
+        """Return means over the batches, and what the clusters look like on the weak views."""
+        mean = {key: sum(log[key] for log in self.logs) / len(self.logs) for key in self.logs[0]}
+        share = self.sizes / self.sizes.sum()
+        return {**mean, "largest_cluster": share.max().item(), "used_clusters": int((self.sizes > 0).sum())}
+
+    def state(self) -> dict[str, Any]:
+        return {"logs": list(self.logs), "sizes": self.sizes.clone(), "randomness": self.randomness.get_state()}

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cdc_plugin.config.load import load_config
+from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import OutputError, option
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.runtime import Runtime
 
 try:
@@ -65,12 +65,22 @@ class Run:
     state: dict[str, Any] | None = None
 
 
-def collect_state(run: Run, refiner: Refiner) -> dict[str, Any]:
-    """Return everything that a resumed run needs."""
+KEPT = ("before", "history", "start", "old", "snapshots", "setback")  # of a `Run`, in its state
+
+
+def begin_run_folder(run: Run) -> None:
+    """Replace an earlier run's files by the settings of this one."""
+    clear_results(run.folder)
+    text = to_yaml(run.settings)
+    write_atomically(run.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def save_run(run: Run, refiner: dict[str, Any]) -> None:
+    """Write everything that a resumed run needs, ``refiner`` being the state of training, and the history."""
     backbone = run.model.backbone
-    return {
+    state = {
         "version": 1,
-        "refiner": refiner.state(),
+        "refiner": refiner,
         "frozen": backbone.module.state_dict() if run.settings.freeze_backbone else None,
         "backbone": {
             "feature_dim": backbone.feature_dim,
@@ -83,9 +93,19 @@ def collect_state(run: Run, refiner: Refiner) -> dict[str, Any]:
         "digest": run.images.digest,
         **{name: getattr(run, name) for name in KEPT},
     }
+    write_state(run.folder, state)
+    write_history(run.folder / HISTORY, run.history)
 
 
-KEPT = ("before", "history", "start", "old", "snapshots", "setback")  # of a `Run`, in its state
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state that a run is resumed from."""
+    write_atomically(folder / STATE, lambda path: torch.save(state, path))
+
+
+def write_history(path: Path, history: Sequence[Mapping[str, float]]) -> None:
+    """Write one JSON object per epoch; the whole file is replaced, so that a reader never sees half a line."""
+    text = "".join(json.dumps(line) + "\n" for line in history)
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) -> Path:
@@ -209,11 +229,6 @@ def _check_whole(config: Path) -> None:
         raise OutputError(
             f"{config} is not whole (it has no {', '.join(missing)}); start again with {option('overwrite')}"
         )
-
-
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the state that a run is resumed from."""
-    write_atomically(folder / STATE, lambda path: torch.save(state, path))
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:

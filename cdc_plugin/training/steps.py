@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,16 +14,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from cdc_plugin.config.resolve import ResolvedConfig, count_sub_batches
-from cdc_plugin.core.losses import calibration_loss, calibrations, pseudo_label_loss
+from cdc_plugin.core.losses import calibration_loss, check_calibration, pseudo_label_loss
 from cdc_plugin.core.selection.base import Selection
 from cdc_plugin.training.distributed import ShardPlan, plan_shards
 from cdc_plugin.training.runtime import Runtime
-from cdc_plugin.training.sub_batches import SubBatch
 from cdc_plugin.training.sync_batchnorm import convert_on_cuda, share_statistics
 
 # Numbers in one forward pass without gradient: every batch of the paper fits whole (500 images at 224 px are
 # 75 million), larger ones are cut to bound memory.
 LARGEST_PASS = 100_000_000
+# Neighbours that `keep_for_training` looks at together. A constant number of them is left out: convolutions on CPUs
+# are prepared again for every new number of images, which took 7 % of an epoch. Small sub-batches are trained whole.
+BLOCK, SMALLEST_THINNED = 4, 32
+
+# The parts of `Networks` that training changes.
+STATEFUL = (
+    "backbone",
+    "clustering_head",
+    "calibration_head",
+    "clustering_optimizer",
+    "calibration_optimizer",
+    "scaler",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,23 @@ class Views:
     def strong_of(self, own: Tensor) -> Tensor:
         """Return the strong views of some of this process's images (n,)."""
         return self.strong.index_select(0, own) if isinstance(self.strong, Tensor) else self.strong(own)
+
+
+@dataclass(frozen=True)
+class SubBatch:
+    """One step's share of a batch.
+
+    Args:
+        rows: of the batch.
+        trained: (n,) those of them that the clustering head is trained on.
+        own: which of this process's views are of ``trained``.
+        shards: for each process, the places of its images among ``trained``.
+    """
+
+    rows: slice
+    trained: Tensor
+    own: Tensor
+    shards: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,7 +123,7 @@ class Networks:
         calibration_group = {"params": list(calibration_head.parameters()), "full_lr": settings.lr_heads}
         self.calibration_optimizer = torch.optim.Adam([calibration_group], fused=fused)
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
-        self.calibration = calibrations.get(settings.calibration)
+        self.calibration = check_calibration(settings.calibration)
         self.data_parallel: nn.Module = self.backbone
         if several and any(parameter.requires_grad for parameter in self.backbone.parameters()):
             # A static graph: the same weights are used in every step, and some networks have weights without use.
@@ -148,6 +177,23 @@ class Networks:
             for layer in _find_batchnorms(module):
                 layer.train()
 
+    def align(self) -> None:
+        """Begin the next epoch alike in all processes, with the copy of a single head renewed."""
+        if self.target_head is self.clustering_head:
+            self.calibration_head.load_state_dict(self.clustering_head.state_dict())
+        for module in self.modules() if self.runtime.distributed.size > 1 else ():
+            for tensor in module.state_dict().values():
+                self.runtime.distributed.broadcast_(tensor)
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and optimisers, for `restore`."""
+        return {name: getattr(self, name).state_dict() for name in STATEFUL}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the weights and optimisers that `state` returned."""
+        for name in STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
+
     def are_finite(self) -> bool:
         """Return whether all weights and BatchNorm statistics are finite; other buffers may be infinite: masks."""
         for module in self.modules():
@@ -155,6 +201,43 @@ class Networks:
             if not all(bool(tensor.isfinite().all()) for tensor in (*module.parameters(), *statistics)):
                 return False
         return True
+
+
+def split_batch(trusted: Tensor, plan: ShardPlan, rank: int, fast: bool, device: torch.device) -> Iterator[SubBatch]:
+    """Yield the sub-batches of a batch.
+
+    Args:
+        trusted: (B,) the images that have been selected, on the CPU.
+        plan: how the processes share the batch.
+        fast: leave a quarter of the images out, see `keep_for_training`.
+    """
+    first_view = 0
+    for rows, shards in zip(plan.sub_batches, plan.shards, strict=True):
+        span, own = slice(int(rows[0]), int(rows[-1]) + 1), shards[rank]
+        kept = torch.ones_like(rows, dtype=torch.bool)
+        # Of a shard of fewer than three images, both could be left out.
+        if fast and len(rows) >= SMALLEST_THINNED and min(map(len, shards)) >= 3:
+            kept = keep_for_training(trusted[span])
+        place = kept.cumsum(dim=0) - 1
+        own_views = first_view + torch.arange(len(own))[kept[own]]
+        kept_shards = [place[shard[kept[shard]]] for shard in shards]
+        yield SubBatch(span, rows[kept].to(device), own_views.to(device), kept_shards)
+        first_view += len(own)
+
+
+def keep_for_training(trusted: Tensor) -> Tensor:
+    """Return which images (b,) of a sub-batch are trained on: three of four neighbours.
+
+    An image that is not trusted has no part in the pseudo-label loss, it only adds to the statistics of BatchNorm: it
+    is left out first. Of four trusted ones the last has to wait for another epoch.
+    """
+    kept = torch.ones_like(trusted)
+    blocks = len(trusted) // BLOCK * BLOCK
+    doubtful = ~trusted[:blocks].view(-1, BLOCK)
+    doubtful[:, -1] = True
+    left_out = doubtful.int().argmax(dim=1) + torch.arange(0, blocks, BLOCK, device=trusted.device)
+    kept[left_out] = False
+    return kept
 
 
 Losses = tuple[Tensor, Tensor]

@@ -24,7 +24,7 @@ from cdc_plugin import pipeline
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.models import heads
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training import batches
+from cdc_plugin.training import batches, train
 from cdc_plugin.training import refiner as engine
 from cdc_plugin.training.prepare import configure
 from cdc_plugin.training.refiner import Refiner
@@ -138,8 +138,8 @@ def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
         (torch.Tensor, "backward", backward_section),
         (heads.LayeredHead, "forward", HEADS),
         (torch.optim.Adam, "step", "optimisers"),
-        (pipeline, "snapshot", EVALUATION),
-        (pipeline, "write_state", SAVING),
+        (train, "predict_snapshot", EVALUATION),
+        (train, "save_run", SAVING),
     ]
     with replaced(Refiner, "train_batch", with_floor), timed(watch, places):
         yield

@@ -119,7 +119,7 @@ def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_
     words = ["--backbone", scan, "--data", archive, *QUICK[:-1]]
     succeed("refine", *words, 2, "--out", tmp_path / "whole")
     code = (
-        "import cdc_plugin.pipeline as p, os\n"
+        "import cdc_plugin.training.run_folder as p, os\n"
         "keep = p.write_history\n"
         "def stop(path, history):\n"
         "    keep(path, history)\n"

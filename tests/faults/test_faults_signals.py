@@ -41,7 +41,7 @@ def test_sigterm_at_the_last_batch_of_all_is_obeyed(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "target", ["cdc_plugin.training.prepare:initialise", "cdc_plugin.evaluation.finish:finish_run"]
+    "target", ["cdc_plugin.training.prepare:initialise", "cdc_plugin.evaluation.outcome:finish_run"]
 )
 def test_sigterm_before_and_after_training_ends_the_run_at_once(case, tmp_path, target):
     out = tmp_path / "out"

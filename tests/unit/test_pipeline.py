@@ -142,7 +142,7 @@ def test_a_run_stopped_after_its_first_state_resumes_to_the_same_bytes(finished,
     report, settings = finished
     arguments = {"clusters": 3, "out": tmp_path / "run", **settings}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cdc_plugin.pipeline.write_history", stop_run(at_call=1))
+        patch.setattr("cdc_plugin.training.run_folder.write_history", stop_run(at_call=1))
         with pytest.raises(KeyboardInterrupt):
             refine(tiny_checkpoint, digits[0][:60], **arguments)
     with pytest.raises(OutputError, match="resume=True"):
@@ -212,7 +212,7 @@ def test_a_frozen_backbone_keeps_its_weights_and_resumes_to_the_same_bytes(tmp_p
     loaded = load_model(tmp_path / "a").backbone.module.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in before.items())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cdc_plugin.pipeline.write_history", stop_run(at_call=2))
+        patch.setattr("cdc_plugin.training.run_folder.write_history", stop_run(at_call=2))
         with pytest.raises(KeyboardInterrupt):
             refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", **settings)
     refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", resume=True, **settings)

@@ -35,7 +35,7 @@ from cdc_plugin.training.pretext.config import (
 )
 from cdc_plugin.training.pretext.methods import METHODS, Sizes, require_lightly
 from cdc_plugin.training.pretext.networks import fresh_backbone, spec_of
-from cdc_plugin.training.progress import COLLAPSED, PretextProgress, log, log_to, show_progress, write_history
+from cdc_plugin.training.progress import COLLAPSED, PretextProgress, log, log_to, show_progress
 from cdc_plugin.training.run_folder import (
     CONFIG,
     HISTORY,
@@ -44,6 +44,7 @@ from cdc_plugin.training.run_folder import (
     leave_nothing_behind,
     prepare_folder,
     read_state,
+    write_history,
     write_state,
 )
 from cdc_plugin.training.runtime import choose_device

@@ -8,10 +8,9 @@ from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
-from cdc_plugin.evaluation.finish import predict
 from cdc_plugin.evaluation.predict import predict_images
 from cdc_plugin.evaluation.prediction_table import build_prediction_table
-from cdc_plugin.training.features import extract_features
+from cdc_plugin.training.features import extract_features, head_probabilities
 from cdc_plugin.training.runtime import Runtime
 
 CPU = torch.device("cpu")
@@ -26,7 +25,9 @@ def photos(tmp_path, digits, write_images):
 def test_the_table_is_that_of_all_images_at_once(tiny_clusterer, photos, batch_size):
     found = predict_images(tiny_clusterer, photos, CPU, batch_size)
     images = open_images(photos, 32)
-    clustering, calibration, _ = predict(tiny_clusterer, images, Runtime(CPU))
+    features = extract_features(tiny_clusterer.backbone, images, Runtime(CPU))
+    heads = tiny_clusterer.clustering_head, tiny_clusterer.calibration_head
+    clustering, calibration = (head_probabilities(head, features) for head in heads)
     expected = build_prediction_table(images.names, clustering, calibration)
     assert found.table.dtype.names == expected.dtype.names
     for name in ("path", "cluster", "second_cluster"):

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.views import view_settings
-from cdc_plugin.evaluation.quality import WATCHED, Evidence, assess, predict_augmented, snapshot
+from cdc_plugin.evaluation.quality import Evidence, assess
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
+from cdc_plugin.training.batches import SNAPSHOT_IMAGES, predict_augmented, predict_snapshot
 from cdc_plugin.training.runtime import Runtime
 
 CLUSTERS, IMAGES = 4, 400
@@ -174,8 +175,8 @@ def test_the_same_images_are_watched_every_time_and_training_state_does_not_move
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     model.train()
-    first, second = (snapshot(model, images, CPU) for _ in range(2))
-    assert len(first) == WATCHED
+    first, second = (predict_snapshot(model.backbone, model.calibration_head, images, CPU) for _ in range(2))
+    assert len(first) == SNAPSHOT_IMAGES
     assert torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -183,8 +184,9 @@ def test_the_same_images_are_watched_every_time_and_training_state_does_not_move
 
 def test_augmented_images_are_another_view_of_the_same_images(model, digits, randomness):
     images = ImageSet(digits[0], [str(index) for index in range(len(digits[0]))])
-    mild = view_settings(model.backbone, flip=False, crop_scale=1.0)
-    chosen, clusters = predict_augmented(model, images, mild, CPU, randomness)
+    parts = model.backbone, model.calibration_head, images
+    mild = AugmentConfig(flip=False, crop_scale=1.0)
+    chosen, clusters = predict_augmented(*parts, mild, CPU, randomness)
     assert chosen.tolist() == list(range(200))
-    plain = snapshot(model, images, CPU)
+    plain = predict_snapshot(*parts, CPU)
     assert (clusters == plain).float().mean() > 0.8

@@ -4,7 +4,8 @@ import torch
 from sklearn.metrics import normalized_mutual_info_score
 
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.evaluation.report_record import describe_run, measure, trusted_samples
+from cdc_plugin.evaluation.quality import find_trusted
+from cdc_plugin.evaluation.report_record import describe_run, measure
 
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
@@ -35,8 +36,8 @@ def test_without_labels_only_confidence_and_sizes_are_stated():
 
 def test_trusted_samples_are_those_of_the_selection():
     sure = np.repeat(np.eye(2, dtype=np.float32), 3, axis=0)
-    assert trusted_samples(sure).all()
-    assert not trusted_samples(np.full((4, 4), 0.25, dtype=np.float32)).any()
+    assert find_trusted(sure).all()
+    assert not find_trusted(np.full((4, 4), 0.25, dtype=np.float32)).any()
 
 
 def test_the_command_takes_the_settings_of_the_run_to_a_new_folder(tmp_path):

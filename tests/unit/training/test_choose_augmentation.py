@@ -6,9 +6,10 @@ from torch import nn
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.data.images import open_images
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.choose_augmentation import CROP_SCALES, choose_augmentation
+from cdc_plugin.training.batches import CROP_SCALES, choose_augmentation
+from cdc_plugin.training.runtime import Runtime
 
-CPU = torch.device("cpu")
+CPU = Runtime(torch.device("cpu"))
 
 
 class Sides(nn.Module):

@@ -3,7 +3,8 @@ import logging
 
 import pytest
 
-from cdc_plugin.training.progress import TrainingProgress, _duration, log, log_to, show_progress, write_history
+from cdc_plugin.training.progress import TrainingProgress, _duration, log, log_to, show_progress
+from cdc_plugin.training.run_folder import write_history
 
 STATS = {"clustering_loss": 0.5, "calibration_loss": 0.25, "selected": 0.75, "confidence": 0.5}
 

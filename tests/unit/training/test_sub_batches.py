@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cdc_plugin.training.distributed import plan_shards
-from cdc_plugin.training.sub_batches import keep_for_training, split_batch
+from cdc_plugin.training.steps import keep_for_training, split_batch
 
 
 def test_the_images_that_are_worth_training_by_hand():

@@ -1,34 +1,42 @@
-"""Finish a run: predict with the calibration head, compare with where the run began, write every result."""
+"""Measure a run where it begins and where it ends, and write every result."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
-from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented, snapshot_rows
-from cdc_plugin.evaluation.report_record import Report, describe_run, measure, run_record, trusted_samples
+from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
+from cdc_plugin.evaluation.report_record import Report, describe_run, measure, old_record, run_record
 from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.report.run_page import page_of_run, write_page
-from cdc_plugin.training.batches import training_views
-from cdc_plugin.training.collapse import as_warnings, detect
-from cdc_plugin.training.features import Features, head_probabilities, kmeans_of_all, private_features
+from cdc_plugin.training.batches import predict_augmented, snapshot_rows
+from cdc_plugin.training.collapse import as_warnings, detect, setback_warning
+from cdc_plugin.training.features import head_probabilities, kmeans_of_all, private_features
+from cdc_plugin.training.prepare import Prepared
 from cdc_plugin.training.progress import log
-from cdc_plugin.training.recovery import setback_warning
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run
-from cdc_plugin.training.runtime import Runtime
-from cdc_plugin.training.trackers import Tracking
 
 
-def finish_run(run: Run, seconds: float, tracking: Tracking) -> Report:
+def measure_start(prepared: Prepared, heads: InitialHeads, settings: ResolvedConfig, folder: Path) -> Run:
+    """Return a run that is ready to be trained, with the figures of its initial heads and of the old model."""
+    images, features, partition = prepared.images, prepared.features, heads.partition.cpu()
+    clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
+    before = measure(clustering, calibration, partition.numpy(), images.labels)
+    old = old_record(prepared.old, calibration, prepared.loaded, images)
+    model = Clusterer(prepared.backbone, heads.clustering, heads.calibration)
+    return Run(settings, folder, prepared.runtime, images, model, before, start=partition, old=old)
+
+
+def finish_run(run: Run, seconds: float) -> Report:
     """Predict all images, assess the clusters, and write model, table, report and, last of all, the page."""
     settings, runtime, images, model, folder = run.settings, run.runtime, run.images, run.model, run.folder
     if settings.freeze_backbone:
@@ -36,14 +44,18 @@ def finish_run(run: Run, seconds: float, tracking: Tracking) -> Report:
             for tensor in head.to(runtime.device).state_dict().values():
                 runtime.distributed.broadcast_(tensor)
     randomness = generator(settings.seed, FINAL)
-    clustering, calibration, features = predict(model, images, runtime)
+    features = private_features(model.backbone, images, runtime)
+    clustering = head_probabilities(model.clustering_head, features)
+    calibration = head_probabilities(model.calibration_head, features)
     assignment = torch.from_numpy(calibration.argmax(axis=1))
     partition = kmeans_of_all(features, settings.clusters, runtime.device, randomness)
     rows, sample = features.sample(settings.clusters, randomness)
     model.prototypes = fit_prototypes(rows, assignment[sample], settings.clusters)
     distance = features.map(model.prototypes.distance).numpy()
-    views = training_views(settings.augment, model.backbone)
-    seen, augmented = predict_augmented(model, images, views, runtime, generator(settings.seed, QUALITY))
+    randomness = generator(settings.seed, QUALITY)
+    seen, augmented = predict_augmented(
+        model.backbone, model.calibration_head, images, settings.augment, runtime, randomness
+    )
     card = assess(
         Evidence(
             torch.from_numpy(clustering),
@@ -74,7 +86,7 @@ def finish_run(run: Run, seconds: float, tracking: Tracking) -> Report:
         seconds=seconds,
     )
     more = {
-        "trusted": trusted_samples(calibration),
+        "trusted": find_trusted(calibration),
         "distance": distance,
         "outlier": distance > model.prototypes.limit,
     }
@@ -86,18 +98,8 @@ def finish_run(run: Run, seconds: float, tracking: Tracking) -> Report:
         write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
         about = describe_run(settings, folder)
         write_page(folder / PAGE, page_of_run(metrics, table, calibration, images, run.history, **about))
-        tracking.finish(metrics)
         log.info("finished in %.0f s: %s", seconds, folder)
     return Report(metrics, table, folder)
-
-
-def predict(
-    model: Clusterer, images: ImageSet, runtime: Runtime
-) -> tuple[NDArray[np.float32], NDArray[np.float32], Features]:
-    """Return the probabilities (N, C) of the clustering and of the calibration head, and the features."""
-    features = private_features(model.backbone, images, runtime)
-    clustering = head_probabilities(model.clustering_head, features)
-    return clustering, head_probabilities(model.calibration_head, features), features
 
 
 def describe_origin(run: Run, card: dict[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,13 @@ from cdc_plugin.config.resolve import Facts, ResolvedConfig, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead
+from cdc_plugin.training.collapse import SLOW_DOWN, setback_warning
 from cdc_plugin.training.distributed import SINGLE, Distributed
-from cdc_plugin.training.recovery import SLOW_DOWN, explain_error, roll_back, setback_warning
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.resume import check_resume_settings
-from cdc_plugin.training.run_folder import Run, collect_state, write_state
+from cdc_plugin.training.run_folder import Run, read_state, save_run, write_state
 from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.train import explain_error, roll_back
 from tests.helpers.in_step import in_step
 
 CPU = torch.device("cpu")
@@ -203,7 +204,8 @@ def test_what_a_step_back_needs_is_in_the_state_of_a_run(tmp_path):
     current.model = SimpleNamespace(backbone=backbone, calibration_head=ClusterHead(5, 8, 3))
     current.images = SimpleNamespace(digest="d")
     found = refiner()
-    write_state(tmp_path, collect_state(current, found))
+    save_run(current, found.state())
     roll_back(current, found)
     assert (current.setback, found.slow_down) == (1, SLOW_DOWN)
-    assert collect_state(current, found)["setback"] == 1
+    save_run(current, found.state())
+    assert read_state(tmp_path)["setback"] == 1

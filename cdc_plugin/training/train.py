@@ -1,0 +1,123 @@
+"""Train a run from where it stands: save after every epoch, stop when asked, roll back from a loss that is NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from torch import nn
+
+from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.errors import UserError, option
+from cdc_plugin.training.batches import (
+    SNAPSHOT_EPOCHS,
+    cached_view_features,
+    cached_views,
+    fresh_views,
+    make_batches,
+    predict_snapshot,
+)
+from cdc_plugin.training.collapse import SLOW_DOWN, detect_new, refuse_dead
+from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.training.progress import TrainingProgress, log
+from cdc_plugin.training.refiner import NotFiniteError, Refiner, Stats
+from cdc_plugin.training.run_folder import Run, read_state, save_run
+from cdc_plugin.training.signals import Terminated, noticing_termination
+from cdc_plugin.training.trackers import Tracking
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+LOST_CONNECTION = ("connection", "peer", "gloo", "nccl", "barrier", "timed out")
+
+
+def train(run: Run, tracking: Tracking) -> None:
+    """Run Algorithm 1; after every epoch the state is on disk before the next begins."""
+    settings, runtime, images, model = run.settings, run.runtime, run.images, run.model
+    frozen, main = settings.freeze_backbone, runtime.distributed.main
+    make = fresh_views(settings, model.backbone, images, runtime)
+    trained: nn.Module = model.backbone
+    if frozen:  # only the features of the views are shared work; the main process trains the heads
+        trained, runtime = nn.Identity(), dataclasses.replace(runtime, distributed=SINGLE)
+    refiner = Refiner(trained, model.clustering_head, model.calibration_head, settings, runtime, len(images))
+    if run.state is not None:
+        refiner.restore(run.state["refiner"])
+    if frozen and refiner.epoch < settings.epochs:
+        make = cached_views(cached_view_features(settings, model.backbone, images, run.runtime), runtime.device)
+    if frozen and not main:
+        return
+    bar = TrainingProgress(refiner.epoch, settings.epochs, refiner.batches_per_epoch)
+    together = runtime.distributed
+
+    def save() -> None:
+        if main:
+            save_run(run, refiner.state())
+
+    def after_batch(stats: Stats) -> None:
+        bar.after_batch(stats)
+        if together.any(notice.asked):
+            save()
+            notice.end()
+            raise Terminated  # another process was asked
+
+    def after_epoch(stats: Stats) -> None:
+        run.history.append(bar.after_epoch(stats))
+        for finding in detect_new(run.history, settings):
+            log.warning("%s", finding.text)
+        if settings.epochs - SNAPSHOT_EPOCHS < refiner.epoch < settings.epochs:  # after the last, all images are seen
+            run.snapshots.append(predict_snapshot(model.backbone, model.calibration_head, images, runtime))
+        save()
+        tracking.epoch(run.history[-1])  # only now: a run that is killed in between makes up for it
+        together.raise_together(lambda: refuse_dead(run.history, settings))
+
+    save()
+    together.raise_together(lambda: refuse_dead(run.history, settings))
+    batches = make_batches(make, len(images), settings.batch_size, settings.seed)
+    with noticing_termination() as notice, contextlib.closing(bar):
+        while refiner.epoch < settings.epochs:
+            try:
+                refiner.fit(batches, after_batch, after_epoch)
+            except NotFiniteError:
+                together.raise_together(lambda: roll_back(run, refiner))
+                save()
+
+
+def roll_back(run: Run, refiner: Refiner) -> None:
+    """Return to the last good epoch with lower rates, once; the second time, end the run."""
+    settings, epoch = run.settings, refiner.epoch + 1
+    if refiner.slow_down < 1:
+        slower = refiner.slow_down / 10
+        raise UserError(
+            f"the loss is NaN or infinite in epoch {epoch}, again, at {refiner.slow_down:g} of the rates; the "
+            f"{epoch - 1} epochs before it are kept in {run.folder}; start a new run with "
+            f"lr_backbone={settings.lr_backbone * slower:g} lr_heads={settings.lr_heads * slower:g}, or "
+            f"{option('freeze_backbone')}"
+        )
+    distributed = SINGLE if settings.freeze_backbone else run.runtime.distributed  # frozen: the main one trains alone
+    state = distributed.broadcast_from_main(lambda: read_state(run.folder))
+    if state is None:
+        raise UserError(f"the loss is NaN or infinite, and the state in {run.folder} is gone; start a new run")
+    refiner.restore(state["refiner"])
+    refiner.slow_down, run.setback = SLOW_DOWN, epoch
+    log.warning(
+        "the loss is NaN or infinite in epoch %d: back to epoch %d, rates times %g", epoch, refiner.epoch, SLOW_DOWN
+    )
+
+
+def explain_error(error: Exception, config: RefineConfig, folder: Path, distributed: Distributed) -> Exception:
+    """Return an error of torch that the user can do something about in plain words; any other one as it is."""
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
+        smaller = max(2, (config.sub_batch_size or 128) // 2)
+        return UserError(
+            f"out of memory; finished epochs are kept in {folder}; start a new run in another folder with "
+            f"sub_batch_size={smaller}, with a smaller batch_size, or with {option('freeze_backbone')}"
+        )
+    if config.compile and type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        reason = (str(error).splitlines() or [""])[0][:150]
+        return UserError(f"the backbone cannot be compiled here ({reason}); leave compile=true out")
+    if distributed.size > 1 and any(words in text for words in LOST_CONNECTION):
+        return UserError(
+            f"another process of this run has ended; finished epochs are kept in {folder}: start it again with "
+            f"{option('resume')}, or let torchrun do so with --max-restarts"
+        )
+    return error
