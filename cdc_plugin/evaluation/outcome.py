@@ -11,7 +11,7 @@ import torch
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
 from cdc_plugin.evaluation.report_record import Report, describe_run, measure, old_record, run_record
@@ -94,8 +94,7 @@ def finish_run(run: Run, seconds: float) -> Report:
     if runtime.distributed.main:
         model.save(folder, describe_origin(run, card))
         write_table(folder / PREDICTIONS, table)
-        text = json.dumps(metrics, indent=2) + "\n"
-        write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
         about = describe_run(settings, folder)
         write_page(folder / PAGE, page_of_run(metrics, table, calibration, images, run.history, **about))
         log.info("finished in %.0f s: %s", seconds, folder)

@@ -81,7 +81,7 @@ def fresh_views(settings: ResolvedConfig, backbone: Backbone, images: ImageSet, 
         drawn = randomness.get_state()
 
         def strong(own: Tensor) -> Tensor:
-            """Make views of some images only, just before they are trained on; their randomness depends on none."""
+            """Make views of some images, just before they are trained on; their randomness does not depend on which."""
             some = Share(shard.count, shard.rows[own.cpu()])
             again = torch.Generator().set_state(drawn)
             return channels_last(strong_view(pixels.index_select(0, own), augmentation, again, some))

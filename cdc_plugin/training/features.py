@@ -1,4 +1,4 @@
-"""Features of all images, per process in memory or on disk, and what heads and k-means make of them."""
+"""Extract features of all images, in memory or on disk, and apply heads and k-means to them."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ class Features:
         return self.count
 
     def blocks(self) -> Iterator[Tensor]:
-        """This process's features, block by block; at least one, which is empty where it has no image."""
+        """Yield this process's features, block by block; at least one, which is empty where it has no image."""
         for start in range(0, max(1, len(self.own)), BLOCK):
             yield self.own[start : start + BLOCK]
 
     def map(self, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """What ``work`` makes of every row, (N, ...), from blocks of this process and all others."""
+        """Return what ``work`` makes of every row, (N, ...), from blocks of this process and all others."""
         done = (work(block).cpu() for block in self.blocks())
         start = next(done)
         # Put in place at once: small tensors that are kept between large ones would leave holes in memory.
@@ -123,7 +123,7 @@ class Features:
         return self.distributed.gather(whole, self.distributed.shards_of(self.count))
 
     def sample(self, clusters: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
+        """Return rows (n, D) for k-means into so many clusters, and which (n,): all, or a random part of very many."""
         most = max(SAMPLE, SAMPLE_A_CLUSTER * clusters)
         if self.count <= most:
             return self.map(lambda block: block), torch.arange(self.count)
@@ -195,7 +195,7 @@ def _extract_shard(backbone: Backbone, images: ImageSet, runtime: Runtime) -> It
 
 @torch.no_grad()
 def head_probabilities(head: nn.Module, features: Tensor | Features) -> NDArray[np.float32]:
-    """Softmax (N, C) of a head in evaluation mode."""
+    """Return the softmax (N, C) of a head in evaluation mode."""
     head.eval()
     device = next(head.parameters()).device
     features = Features(features, len(features)) if isinstance(features, Tensor) else features
@@ -203,14 +203,14 @@ def head_probabilities(head: nn.Module, features: Tensor | Features) -> NDArray[
 
 
 def kmeans_assignment(features: Tensor, clusters: int, generator: torch.Generator) -> NDArray[np.int64]:
-    """The clustering that the stage competes with: the best of ten k-means starts on the same features."""
+    """Return the clustering that the stage competes with: the best of ten k-means starts on the same features."""
     return kmeans(standardize_rows(features), clusters, generator, starts=STARTS).assignment.cpu().numpy()
 
 
 def kmeans_of_all(
     features: Features, clusters: int, device: torch.device, generator: torch.Generator
 ) -> NDArray[np.int64]:
-    """As `kmeans_assignment`, for features of any number: the starts see a sample, the last iterations everything."""
+    """Do as `kmeans_assignment` for any number of features: starts see a sample, the last iterations everything."""
     rows, chosen = features.sample(clusters, generator)
     best = kmeans(standardize_rows(rows.to(device)), clusters, generator, starts=STARTS)
     if len(chosen) == len(features):
@@ -219,7 +219,7 @@ def kmeans_of_all(
 
 
 def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
-    """From k-means centres of a sample's standardised rows to those of all features, in all processes."""
+    """Return a function from k-means centres of a sample's standardised rows to those of all features."""
 
     def refine(centers: Tensor) -> Tensor:
         def directions() -> Iterator[Tensor]:
@@ -233,5 +233,5 @@ def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
 
 
 def nearest_of_all(features: Features, centers: Tensor) -> Tensor:
-    """(N,) the nearest of centres among standardised rows."""
+    """Return which centre (N,) is nearest to each standardised row."""
     return features.map(lambda block: nearest(standardize_rows(block.to(centers.device)), centers)[0])

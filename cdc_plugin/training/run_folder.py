@@ -17,7 +17,7 @@ import torch
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_atomically, write_text
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import OutputError, option
 from cdc_plugin.models.clusterer import Clusterer
@@ -71,8 +71,7 @@ KEPT = ("before", "history", "start", "old", "snapshots", "setback")  # of a `Ru
 def begin_run_folder(run: Run) -> None:
     """Replace an earlier run's files by the settings of this one."""
     clear_results(run.folder)
-    text = to_yaml(run.settings)
-    write_atomically(run.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(run.folder / CONFIG, to_yaml(run.settings))
 
 
 def save_run(run: Run, refiner: dict[str, Any]) -> None:
@@ -104,8 +103,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 def write_history(path: Path, history: Sequence[Mapping[str, float]]) -> None:
     """Write one JSON object per epoch; the whole file is replaced, so that a reader never sees half a line."""
-    text = "".join(json.dumps(line) + "\n" for line in history)
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, "".join(json.dumps(line) + "\n" for line in history))
 
 
 def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) -> Path:
