@@ -1,7 +1,7 @@
 import pytest
 
 from cdc_plugin.config.load import load_config, to_yaml
-from cdc_plugin.config.recipes import recipe_names
+from cdc_plugin.config.recipes import find_recipe, read_recipe, recipe_names
 from cdc_plugin.errors import UserError
 from cdc_plugin.training.pretext.config import TITLES, PretrainConfig, default_recipe, load_pretrain_config, resolve
 
@@ -66,14 +66,17 @@ def test_digits_are_not_mirrored_unless_asked_for():
 def test_words_overrule_flags_and_flags_a_file_and_a_file_what_lies_beneath(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("method: byol\nepochs: 7\nlr: 0.3\nseed: 4\n")
-    config = load_pretrain_config(file, {"epochs": 8, "seed": 5}, ["seed=6"], lambda config: 1000)
+    config = load_pretrain_config(
+        file, {"epochs": 8, "seed": 5}, ["seed=6"], lambda config: read_recipe(find_recipe("laptop-byol", "pretrain"))
+    )
     assert (config.lr, config.epochs, config.seed, config.arch) == (0.3, 8, 6, "small")
 
 
 def test_resolved_settings_are_read_back_as_they_were(tmp_path):
-    config = resolve(load_pretrain_config("laptop-mocov2", {"data": "digits"}), 1797, 32)
+    given = {"data": "digits", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    config = resolve(load_pretrain_config("laptop-mocov2", given), 1797, 32)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load_config(tmp_path / "config.yaml", schema=PretrainConfig) == config
+    assert vars(load_config(tmp_path / "config.yaml", schema=PretrainConfig)) == vars(config)
 
 
 @pytest.mark.parametrize("name", recipe_names("pretrain"))

@@ -10,7 +10,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
 from cdc_plugin.training.pretext.loop import Pretrainer, spread
-from cdc_plugin.training.pretext.methods import METHODS, Sizes
+from cdc_plugin.training.pretext.methods import METHODS
 from cdc_plugin.training.progress import PretextProgress
 
 CPU = torch.device("cpu")
@@ -26,8 +26,7 @@ def trainer_of(config) -> Pretrainer:
         # Dropout: what is drawn inside the network must be the same in a resumed run.
         network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(1))
         backbone = Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8)
-        sizes = Sizes(config.hidden, config.projection, config.predictor or 0, config.queue or 0)
-        return Pretrainer(METHODS[config.method](backbone, sizes), config, CPU, 4)
+        return Pretrainer(METHODS[config.method](backbone, config), config, CPU, 4)
 
 
 def batches(epoch: int):
@@ -91,11 +90,11 @@ def test_a_run_that_is_taken_up_again_ends_with_the_same_weights_to_the_bit(meth
 @pytest.mark.parametrize("method", METHODS)
 def test_training_moves_the_backbone_and_leaves_the_global_generator_alone(method):
     trainer = trainer_of(config_of(method))
-    before = trainer.task.backbone.module[0].weight.detach().clone()
+    before = trainer.task.online[0].module[0].weight.detach().clone()
     state = torch.random.get_rng_state()
     history = fit(trainer)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not torch.equal(before, trainer.task.backbone.module[0].weight)
+    assert not torch.equal(before, trainer.task.online[0].module[0].weight)
     assert [line["epoch"] for line in history] == [1, 2, 3, 4]
     assert all(math.isfinite(value) for line in history for value in line.values())
 
@@ -129,7 +128,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
 
 @pytest.mark.parametrize(("value", "epoch", "warned"), [(0.05, 3, True), (0.05, 1, False), (0.5, 3, False)])
 def test_an_epoch_with_a_collapsed_embedding_is_logged_as_a_warning(value, epoch, warned, caplog):
-    bar = PretextProgress(0, config_of("simsiam", "warmup_epochs=1"), 4)
+    bar = PretextProgress(0, 4, 4, "simsiam", warmup_epochs=1)
     with caplog.at_level("INFO", logger="cdc_plugin"):
         record = bar.after_epoch({"epoch": epoch, "loss": -0.9, "spread": value, "lr": 0.1})
     bar.close()

@@ -9,10 +9,11 @@ from torch import nn
 
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.pretext.methods import BYOL, METHODS, Sizes, require_lightly
-from cdc_plugin.training.pretext.networks import RESNETS, fresh_backbone, spec_of
+from cdc_plugin.training.pretext.config import ResolvedPretrainConfig
+from cdc_plugin.training.pretext.methods import BYOL, METHODS, RESNETS, fresh_backbone, require_lightly, spec_of
 
-SIZES = Sizes(hidden=12, projection=6, predictor=8, queue=16, temperature=0.2)
+SIZES = {"hidden": 12, "projection": 6, "predictor": 8}
+CONFIG = ResolvedPretrainConfig(**SIZES, queue=16, temperature=0.2)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def _own_randomness():
 
 def task_of(method: str):
     network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-    return METHODS[method](Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8), SIZES)
+    return METHODS[method](Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8), CONFIG)
 
 
 def views(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +77,7 @@ def test_gradient_reaches_the_backbone_and_never_the_momentum_network(method):
     task = task_of(method)
     loss, embedding = task(*views())
     loss.backward()
-    assert all(parameter.grad is not None for parameter in task.backbone.parameters())
+    assert all(parameter.grad is not None for parameter in task.online[0].parameters())
     assert not embedding.requires_grad
     for name, parameter in task.named_parameters():
         assert (parameter.grad is None) == name.startswith("momentum."), name
@@ -98,7 +99,7 @@ def test_no_gradient_flows_through_the_target_of_simsiam():
 
 def test_heads_of_byol_end_in_a_normalisation_only_if_asked_for():
     plain, normalised = (
-        BYOL(Backbone(nn.Flatten(), 27, [0.5] * 3, [0.5] * 3, 3), Sizes(12, 6, 8, output_norm=wanted))
+        BYOL(Backbone(nn.Flatten(), 27, [0.5] * 3, [0.5] * 3, 3), ResolvedPretrainConfig(**SIZES, output_norm=wanted))
         for wanted in (False, True)
     )
     images = torch.randn(64, 3, 3, 3) + 2
