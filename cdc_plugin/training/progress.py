@@ -74,8 +74,7 @@ class _RunProgress:
         self.bar.close()
 
     def _time_left(self, done: int) -> str:
-        left = (time.monotonic() - self.began) / (done - self.first) * (self.rounds - done)
-        return _duration(left)
+        return _duration((time.monotonic() - self.began) / (done - self.first) * (self.rounds - done))
 
     def _advance(self, figures: str) -> None:
         self.bar.set_postfix_str(figures, refresh=False)

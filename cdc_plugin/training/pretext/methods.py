@@ -83,11 +83,8 @@ class _WithMomentum(Pretext):
     """A task with a second network that follows the online one slowly and provides the targets."""
 
     def __init__(self, backbone: Backbone, projector: nn.Module) -> None:
-        from lightly.models.utils import deactivate_requires_grad
-
         super().__init__(backbone, projector)
-        self.momentum = copy.deepcopy(self.online)
-        deactivate_requires_grad(self.momentum)
+        self.momentum = copy.deepcopy(self.online).requires_grad_(False)
 
     @torch.no_grad()
     def follow(self, ema: float) -> None:
@@ -99,8 +96,7 @@ class _WithMomentum(Pretext):
 class MoCoV2(_WithMomentum):
     """MoCo-v2: tell the key of the other view from a queue of earlier keys (InfoNCE).
 
-    One view asks and one answers, as in MoCo-v2; solo-learn's MoCo-v2+ swaps them and adds both losses, at twice
-    the work a step.
+    One view asks and one answers; solo-learn's MoCo-v2+ swaps them and adds both losses, at twice the work per step.
     """
 
     def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
@@ -139,13 +135,11 @@ class MoCoV2(_WithMomentum):
 
     # lightly does not count its queue among what a state dict holds; a resumed run needs it.
     def get_extra_state(self) -> dict[str, Tensor]:
-        bank = self.criterion.memory_bank
-        return {"bank": bank.bank, "bank_ptr": bank.bank_ptr}
+        return {name: getattr(self.criterion.memory_bank, name) for name in ("bank", "bank_ptr")}
 
     def set_extra_state(self, state: Any) -> None:
-        bank = self.criterion.memory_bank
-        bank.bank.copy_(state["bank"])
-        bank.bank_ptr.copy_(state["bank_ptr"])
+        for name, tensor in state.items():
+            getattr(self.criterion.memory_bank, name).copy_(tensor)
 
 
 class SimSiam(Pretext):

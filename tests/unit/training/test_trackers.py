@@ -129,10 +129,10 @@ def test_notes_that_cannot_be_read_or_written_do_not_end_the_run(add, tmp_path, 
     (tmp_path / NOTES).write_text("[half a")
     tracker = add("one", Recorder())
 
-    def full(path, write):
+    def full(path, text):
         raise UserError("no space left")
 
-    monkeypatch.setattr(module, "write_atomically", full)
+    monkeypatch.setattr(module, "write_text", full)
     with open_trackers(["one"], tmp_path, CONFIG, EPOCHS[:2]):
         pass
     assert tracker.epochs == [1, 2]
