@@ -81,12 +81,7 @@ def test_sums_agreements_and_flags_of_several_processes():
         own = torch.tensor([1.0, float(distributed.rank)])
         summed, agreed = distributed.all_reduce(own.clone()), distributed.broadcast_(own.clone() + 5)
         distributed.wait()
-        return (
-            summed.tolist(),
-            agreed.tolist(),
-            distributed.any(distributed.rank == 2),
-            distributed.any(False),
-        )
+        return (summed.tolist(), agreed.tolist(), distributed.any(distributed.rank == 2), distributed.any(False))
 
     assert in_step(3, work) == [([3.0, 3.0], [6.0, 5.0], True, False)] * 3
 

@@ -12,15 +12,7 @@ from cdc_plugin.training import steps
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.steps import Views
-from tests.helpers.refiners import (
-    CPU,
-    make,
-    same,
-    settings,
-    tensors_of,
-    views,
-    without_batchnorm,
-)
+from tests.helpers.refiners import CPU, make, same, settings, tensors_of, views, without_batchnorm
 
 
 def passes_of(refiner: Refiner, given: Views) -> list[tuple[bool, int]]:

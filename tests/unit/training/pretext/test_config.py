@@ -15,11 +15,9 @@ def test_the_values_of_the_paper(method):
     assert config.temperature == 0.2
     assert config.optimizer == ("lars" if method == "byol" else "sgd")
     resolved = resolve(config, 60_000, 32)
-    assert (resolved.ema, resolved.queue) == {
-        "mocov2": (0.99, 32_768),
-        "byol": (0.996, None),
-        "simsiam": (None, None),
-    }[method]
+    assert (resolved.ema, resolved.queue) == {"mocov2": (0.99, 32_768), "byol": (0.996, None), "simsiam": (None, None)}[
+        method
+    ]
     assert resolved.blur == 0  # not on CIFAR
     assert resolve(config, 13_000, 96).blur == 0.5
     assert resolved.flip is True
