@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class Finding:
     dead: bool = False
 
 
-@dataclass(frozen=True)
-class _Epoch:
+class _Epoch(NamedTuple):
     """A record as numbers; NaN where it says nothing: comparisons with it are false, and nobody is alarmed."""
 
     number: int
@@ -58,8 +57,7 @@ class _Epoch:
     used: float
 
 
-@dataclass(frozen=True)
-class _Past:
+class _Past(NamedTuple):
     """The epochs up to the one that is judged: the first, the last three (newest last), and the best values."""
 
     clusters: int
@@ -98,13 +96,13 @@ def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig
     """
     if settings.on_collapse == "warn" or len(history) >= settings.epochs:
         return
-    for past in list(_pasts(history, settings))[-1:]:
-        for finding in _judge(past, settings):
-            if finding.dead:
-                raise UserError(
-                    f"stopped after epoch {finding.epoch}: {finding.text} Everything up to here is kept; "
-                    f"to continue nevertheless, add {option('resume')} and on_collapse=warn to the same command"
-                )
+    last = list(_pasts(history, settings))[-1:]
+    dead = [finding for past in last for finding in _judge(past, settings) if finding.dead]
+    if dead:
+        raise UserError(
+            f"stopped after epoch {dead[0].epoch}: {dead[0].text} Everything up to here is kept; "
+            f"to continue nevertheless, add {option('resume')} and on_collapse=warn to the same command"
+        )
 
 
 def _pasts(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> Iterator[_Past]:

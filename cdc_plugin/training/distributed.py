@@ -29,15 +29,11 @@ WAIT_TIMEOUT = datetime.timedelta(hours=2)  # for a process that may be reading 
 
 @dataclass(frozen=True)
 class Distributed:
-    """Which of how many processes this is; the default is a single process, which exchanges nothing.
-
-    Args:
-        local_rank: which process on this machine.
-    """
+    """Which of how many processes this is; the default is a single process, which exchanges nothing."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on this machine
 
     @property
     def main(self) -> bool:

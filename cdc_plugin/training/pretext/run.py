@@ -131,16 +131,15 @@ def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple
     images = _open(stored, stored.input_size)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
-    default = PretrainConfig()
-    names = [item.name for item in dataclasses.fields(given) if item.name not in ("out", "device")]
-    asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    default = {**vars(PretrainConfig()), "out": given.out, "device": given.device}  # these two may change
+    asked = {name: value for name, value in vars(given).items() if value != default[name]}
     # Sizes beyond the data were cut when the run began; the same command must be taken again.
     size = asked.get("input_size") or stored.input_size
-    wanted = resolve(dataclasses.replace(stored, **asked), len(images), size)
-    for name in asked:
-        if getattr(wanted, name) != getattr(stored, name):
+    wanted = vars(resolve(dataclasses.replace(stored, **asked), len(images), size))
+    for name, value in vars(stored).items():
+        if name in asked and wanted[name] != value:
             raise UserError(
-                f"{folder} was begun with {name}={getattr(stored, name)}, now {name}={asked[name]} is asked for; "
+                f"{folder} was begun with {name}={value}, now {name}={asked[name]} is asked for; "
                 "resume without it, or start another run with its own --out"
             )
     log.info("continuing after epoch %d", state["trainer"]["epoch"])
