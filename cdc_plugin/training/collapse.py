@@ -5,10 +5,13 @@ All functions are pure and see no labels: a resumed run, which has the same hist
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cdc_plugin.config.resolve import PAPER_LR_BACKBONE, PAPER_LR_HEADS, ResolvedConfig
 from cdc_plugin.errors import UserError, option
@@ -45,8 +48,7 @@ class Finding:
     dead: bool = False
 
 
-@dataclass(frozen=True)
-class _Epoch:
+class _Epoch(NamedTuple):
     """A record as numbers; NaN where it says nothing: comparisons with it are false, and nobody is alarmed."""
 
     number: int
@@ -56,8 +58,7 @@ class _Epoch:
     used: float
 
 
-@dataclass(frozen=True)
-class _Past:
+class _Past(NamedTuple):
     """The epochs up to the one that is judged: the first, the last three (newest last), and the best values."""
 
     clusters: int
@@ -107,39 +108,33 @@ def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig
     """
     if settings.on_collapse == "warn" or len(history) >= settings.epochs:
         return
-    for past in list(_pasts(history, settings))[-1:]:
-        for finding in _judge(past, settings):
-            if finding.dead:
-                raise UserError(
-                    f"stopped after epoch {finding.epoch}: {finding.text} Everything up to here is kept; "
-                    f"to continue nevertheless, add {option('resume')} and on_collapse=warn to the same command"
-                )
+    last = list(_pasts(history, settings))[-1:]
+    dead = [finding for past in last for finding in _judge(past, settings) if finding.dead]
+    if dead:
+        raise UserError(
+            f"stopped after epoch {dead[0].epoch}: {dead[0].text} Everything up to here is kept; "
+            f"to continue nevertheless, add {option('resume')} and on_collapse=warn to the same command"
+        )
 
 
 def _pasts(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> Iterator[_Past]:
-    epochs = [_read(record, position) for position, record in enumerate(history, start=1)]
-    most_selected = most_confident = math.nan
-    for position, epoch in enumerate(epochs):
-        most_selected = _larger(most_selected, epoch.selected)
-        most_confident = _larger(most_confident, epoch.confidence)
-        last = epochs[max(0, position - 2) : position + 1]
-        yield _Past(settings.clusters, epochs[0], last, most_selected, most_confident)
-
-
-def _read(record: Mapping[str, float], position: int) -> _Epoch:
     names = ("selected", "confidence", "largest_cluster", "used_clusters")
-    return _Epoch(int(record.get("epoch", position)), *(float(record.get(name, math.nan)) for name in names))
-
-
-def _larger(a: float, b: float) -> float:
-    return b if math.isnan(a) or b > a else a
+    epochs = [
+        _Epoch(int(record.get("epoch", position)), *(float(record.get(name, math.nan)) for name in names))
+        for position, record in enumerate(history, start=1)
+    ]
+    # The largest so far; fmax takes the number where the other one is NaN.
+    most_selected = itertools.accumulate((epoch.selected for epoch in epochs), np.fmax)
+    most_confident = itertools.accumulate((epoch.confidence for epoch in epochs), np.fmax)
+    for end, best in enumerate(zip(most_selected, most_confident, strict=True), start=1):
+        yield _Past(settings.clusters, epochs[0], epochs[max(0, end - 3) : end], *best)
 
 
 def _judge(past: _Past, settings: ResolvedConfig) -> list[Finding]:
     """Return all that holds after the last epoch of ``past``."""
     seen = [*_about_selection(past, settings), *_about_confidence(past, settings), *_about_sizes(past)]
     now = past.last[-1]
-    return [Finding(now.number, kind, f"{text} {_advice(kind, past, settings)}", dead) for kind, text, dead in seen]
+    return [Finding(now.number, kind, f"{text} {_advise(kind, past, settings)}", dead) for kind, text, dead in seen]
 
 
 Seen = tuple[str, str, bool]  # kind, what was seen, dead
@@ -169,7 +164,7 @@ def _about_confidence(past: _Past, settings: ResolvedConfig) -> Iterator[Seen]:
         seen = f"The mean confidence is {_share(now.confidence)}, as if clusters were assigned at random"
         yield "chance", f"{seen}{', for three epochs' if dead else ''}.", dead
     # Old heads are often too sure, and it is what the stage is for that they become less so.
-    lost = FORGOTTEN_STRAINED if settings.init != "keep" and (_thin(settings) or _fast(settings)) else FORGOTTEN
+    lost = FORGOTTEN_STRAINED if settings.init != "keep" and (_thin(settings) or _slower_rates(settings)) else FORGOTTEN
     untaught = now.confidence < UNHEEDED * most and now.selected < HARDLY_TAUGHT
     if now.confidence < lost * most or untaught:
         seen = f"The mean confidence has fallen from {_share(most)} to {_share(now.confidence)}."
@@ -216,10 +211,6 @@ def _thin(settings: ResolvedConfig) -> bool:
     return settings.batch_size < THIN * settings.clusters
 
 
-def _fast(settings: ResolvedConfig) -> bool:
-    return bool(_slower_rates(settings))
-
-
 def _slower_rates(settings: ResolvedConfig) -> list[str]:
     """Return a tenth of every rate that lies beyond what this package would choose itself."""
     backbone = 0.0 if settings.freeze_backbone else settings.lr_backbone
@@ -228,16 +219,9 @@ def _slower_rates(settings: ResolvedConfig) -> list[str]:
     return [f"{name}={rate / 10:g}" for name, (rate, paper) in rates.items() if rate > 1.001 * USUAL_RATES * paper]
 
 
-def _advice(kind: str, past: _Past, settings: ResolvedConfig) -> str:
-    """Return the two likeliest remedies, as words to type."""
-    first, *rest = _remedies(kind, past, settings)
-    return f"Try {first}{f', or {rest[0]}' if rest else ''}."
-
-
-def _remedies(kind: str, past: _Past, settings: ResolvedConfig) -> list[str]:
-    """Return what may help, likeliest first: settings that were seen to collapse runs, then general remedies."""
-    now, clusters = past.last[-1], past.clusters
-    way = _way(settings)
+def _advise(kind: str, past: _Past, settings: ResolvedConfig) -> str:
+    """Return the two likeliest remedies: settings that were seen to collapse runs come first, then general ones."""
+    now, clusters, way = past.last[-1], past.clusters, _way(settings)
     weak = _above_chance(past.first.confidence, clusters) < WEAK_START or _swallowed(past.first, past.first, clusters)
     backbone = "another backbone (cdc-inspect BACKBONE --data IMAGES shows whether this one tells images apart)"
     remedies = []
@@ -259,9 +243,10 @@ def _remedies(kind: str, past: _Past, settings: ResolvedConfig) -> list[str]:
     if kind == "clusters-die" and now.used >= 2:
         remedies.append(option("clusters", int(now.used)))
     if not settings.freeze_backbone:
-        remedies.append(option("freeze_backbone"))
-        remedies.append(f"lr_backbone={settings.lr_backbone / 10:g}")
-    return remedies if weak else [*remedies, backbone]
+        remedies += [option("freeze_backbone"), f"lr_backbone={settings.lr_backbone / 10:g}"]
+    if not weak:
+        remedies.append(backbone)
+    return f"Try {', or '.join(remedies[:2])}."
 
 
 def _share(value: float) -> str:

@@ -29,15 +29,11 @@ WAIT_TIMEOUT = datetime.timedelta(hours=2)  # for a process that may be reading 
 
 @dataclass(frozen=True)
 class Distributed:
-    """Which of how many processes this is; the default is a single process, which exchanges nothing.
-
-    Args:
-        local_rank: which process on this machine.
-    """
+    """Which of how many processes this is; the default is a single process, which exchanges nothing."""
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # on this machine
 
     @property
     def main(self) -> bool:
@@ -59,13 +55,12 @@ class Distributed:
         carried: list[Any] = [None]
         if self.main:
             try:
-                carried = [make()]
+                carried[0] = make()
             except UserError as error:  # the others must not wait for what will never come
-                dist.broadcast_object_list([error], src=0, device=torch.device("cpu"))
-                raise
+                carried[0] = error
         dist.broadcast_object_list(carried, src=0, device=torch.device("cpu"))
         if isinstance(carried[0], UserError):
-            carried[0].told = True
+            carried[0].told = not self.main
             raise carried[0]
         return carried[0]
 
@@ -140,10 +135,10 @@ class Distributed:
         return everything
 
     def gather_with_gradient(self, rows: Tensor, shards: Sequence[Tensor]) -> Tensor:
-        """Gather rows for a loss that all processes compute alike on the whole.
+        """Gather rows for a loss that all processes compute alike on the whole batch.
 
-        The gradient reaches this process's rows, times the number of processes, because
-        `DistributedDataParallel` averages where the gradient of the whole batch is the sum.
+        The gradient of this process's rows is multiplied by the number of processes, over which
+        `DistributedDataParallel` averages.
         """
         return rows if self.size == 1 else _Gather.apply(rows, self, shards)
 

@@ -8,10 +8,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from cdc_plugin.training.pretext.config import PretrainConfig
 
 log = logging.getLogger("cdc_plugin")
 COLLAPSED = 0.1  # spread of an embedding (at most 1) below which it has collapsed
@@ -37,10 +35,8 @@ def log_to(path: Path) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """A log on a full disk stops growing instead of covering the terminal with tracebacks."""
-
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
-        pass
+        """Stop growing on a full disk instead of covering the terminal with tracebacks."""
 
 
 def show_progress(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:
@@ -50,123 +46,92 @@ def show_progress(items: Iterable[Any], total: int, description: str) -> Iterabl
     return tqdm(items, total=total, desc=description, disable=not sys.stderr.isatty(), leave=False)
 
 
-class TrainingProgress:
-    """A bar over all batches of a run, and one log line per epoch with the time left."""
+class _RunProgress:
+    """A bar on a terminal over all steps of a run, and the time that the run has left.
 
-    def __init__(self, done_epochs: int, epochs: int, batches_an_epoch: int) -> None:
+    Args:
+        rounds: epochs or cells of the whole run.
+        done: how many of them an earlier start has finished.
+        steps: of the bar, per round.
+    """
+
+    def __init__(self, name: str, unit: str, rounds: int, done: int, steps: int = 1) -> None:
         from tqdm import tqdm
 
-        self.epochs, self.batches = epochs, batches_an_epoch
-        self.first_epoch = done_epochs
-        self.began = self.epoch_began = time.monotonic()
-        self.bar = tqdm(
-            total=epochs * batches_an_epoch,
-            initial=done_epochs * batches_an_epoch,
-            desc="self-labeling",
-            unit="batch",
-            disable=not sys.stderr.isatty(),
-        )
+        self.rounds, self.first = rounds, done
+        self.began = self.round_began = time.monotonic()
+        off = not sys.stderr.isatty()
+        self.bar = tqdm(total=rounds * steps, initial=done * steps, desc=name, unit=unit, disable=off)
+
+    def close(self) -> None:
+        self.bar.close()
+
+    def _time_left(self, done: int) -> str:
+        return _duration((time.monotonic() - self.began) / (done - self.first) * (self.rounds - done))
+
+    def _advance(self, figures: str) -> None:
+        self.bar.set_postfix_str(figures, refresh=False)
+        self.bar.update()
+
+    def _log_epoch(self, stats: dict[str, float], figures: str, level: int = logging.INFO) -> dict[str, float]:
+        """Log an epoch with its time and the time left; return its record for metrics.jsonl."""
+        now, done = time.monotonic(), int(stats["epoch"])
+        seconds, self.round_began = now - self.round_began, now
+        left = self._time_left(done)
+        log.log(level, "epoch %d/%d: %s, %.1f s, %s left", done, self.rounds, figures, seconds, left)
+        return {**stats, "seconds": round(seconds, 3)}
+
+
+class TrainingProgress(_RunProgress):
+    """A bar over all batches of a run, and one log line per epoch with the time left."""
+
+    def __init__(self, done_epochs: int, epochs: int, batches_per_epoch: int) -> None:
+        super().__init__("self-labeling", "batch", epochs, done_epochs, batches_per_epoch)
 
     def after_batch(self, stats: dict[str, float]) -> None:
-        self.bar.set_postfix_str(
-            f"loss {stats['clustering_loss']:.3f}, selected {stats['selected']:.0%}, "
-            f"confidence {stats['confidence']:.0%}",
-            refresh=False,
-        )
-        self.bar.update()
+        loss, selected, confidence = (stats[name] for name in ("clustering_loss", "selected", "confidence"))
+        self._advance(f"loss {loss:.3f}, selected {selected:.0%}, confidence {confidence:.0%}")
 
     def after_epoch(self, stats: dict[str, float]) -> dict[str, float]:
         """Log the epoch; return its record for metrics.jsonl."""
-        now = time.monotonic()
-        seconds, self.epoch_began = now - self.epoch_began, now
-        done = int(stats["epoch"])
-        left = (now - self.began) / (done - self.first_epoch) * (self.epochs - done)
-        log.info(
-            "epoch %d/%d: clustering loss %.4f, calibration loss %.4f, selected %.1f%%, confidence %.1f%%, "
-            "%.1f s, %s left",
-            done,
-            self.epochs,
-            stats["clustering_loss"],
-            stats["calibration_loss"],
-            100 * stats["selected"],
-            100 * stats["confidence"],
-            seconds,
-            _duration(left),
-        )
-        return {**stats, "seconds": round(seconds, 3)}
-
-    def close(self) -> None:
-        self.bar.close()
+        losses = ", ".join(f"{name} loss {stats[f'{name}_loss']:.4f}" for name in ("clustering", "calibration"))
+        shares = ", ".join(f"{name} {100 * stats[name]:.1f}%" for name in ("selected", "confidence"))
+        return self._log_epoch(stats, f"{losses}, {shares}")
 
 
-class PretextProgress:
+class PretextProgress(_RunProgress):
     """A bar over all batches of a pretext run, and one log line per epoch with the time left."""
 
-    def __init__(self, done_epochs: int, config: PretrainConfig, batches_an_epoch: int) -> None:
-        from tqdm import tqdm
-
-        assert config.epochs is not None
-        self.epochs, self.warmup = config.epochs, config.warmup_epochs or 0
-        self.first_epoch = done_epochs
-        self.began = self.epoch_began = time.monotonic()
-        self.bar = tqdm(
-            total=self.epochs * batches_an_epoch,
-            initial=done_epochs * batches_an_epoch,
-            desc=config.method,
-            unit="batch",
-            disable=not sys.stderr.isatty(),
-        )
+    def __init__(self, done_epochs: int, epochs: int, batches_per_epoch: int, method: str, warmup_epochs: int) -> None:
+        super().__init__(method, "batch", epochs, done_epochs, batches_per_epoch)
+        self.warmup_epochs = warmup_epochs
 
     def after_batch(self, stats: dict[str, float]) -> None:
-        self.bar.set_postfix_str(f"loss {stats['loss']:.3f}, spread {stats['spread']:.2f}", refresh=False)
-        self.bar.update()
+        self._advance(f"loss {stats['loss']:.3f}, spread {stats['spread']:.2f}")
 
     def after_epoch(self, stats: dict[str, float]) -> dict[str, float]:
         """Log the epoch, as a warning if the embedding has collapsed; return its record for metrics.jsonl."""
-        now = time.monotonic()
-        seconds, self.epoch_began = now - self.epoch_began, now
-        done = int(stats["epoch"])
-        left = (now - self.began) / (done - self.first_epoch) * (self.epochs - done)
         # Fresh weights give much the same embedding for all images; after the warm-up that is a failure.
-        collapsed = stats["spread"] < COLLAPSED and done > self.warmup
-        log.log(
-            logging.WARNING if collapsed else logging.INFO,
-            "epoch %d/%d: loss %.4f, spread %.2f%s, lr %.4f, %.1f s, %s left",
-            done,
-            self.epochs,
-            stats["loss"],
-            stats["spread"],
-            " (collapsed: all images look alike to the network)" if collapsed else "",
-            stats["lr"],
-            seconds,
-            _duration(left),
-        )
-        return {**stats, "seconds": round(seconds, 3)}
-
-    def close(self) -> None:
-        self.bar.close()
+        collapsed = stats["spread"] < COLLAPSED and stats["epoch"] > self.warmup_epochs
+        warning = " (collapsed: all images look alike to the network)" if collapsed else ""
+        figures = f"loss {stats['loss']:.4f}, spread {stats['spread']:.2f}{warning}, lr {stats['lr']:.4f}"
+        return self._log_epoch(stats, figures, logging.WARNING if collapsed else logging.INFO)
 
 
-class CellProgress:
+class CellProgress(_RunProgress):
     """A bar over the cells of a comparison, and one log line per cell with the time left."""
 
     def __init__(self, cells: int, finished: int) -> None:
-        from tqdm import tqdm
-
-        self.cells, self.before, self.done = cells, finished, finished
-        self.began = time.monotonic()
-        self.bar = tqdm(total=cells, initial=finished, desc="cells", unit="cell", disable=not sys.stderr.isatty())
+        super().__init__("cells", "cell", cells, finished)
+        self.done = finished
 
     def after_cell(self, name: str, figures: dict[str, Any], seconds: float) -> None:
         """Count a finished cell and log its ``figures``."""
         self.done += 1
-        left = (time.monotonic() - self.began) / max(1, self.done - self.before) * (self.cells - self.done)
         words = "".join(f", {key} {100 * value:.1f}" for key, value in figures.items() if value is not None)
-        log.info("%d/%d %s%s, %.0f s; %s left", self.done, self.cells, name, words, seconds, _duration(left))
+        left = self._time_left(self.done)
+        log.info("%d/%d %s%s, %.0f s; %s left", self.done, self.rounds, name, words, seconds, left)
         self.bar.update()
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 def _duration(seconds: float) -> str:

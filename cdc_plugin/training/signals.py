@@ -79,18 +79,17 @@ def noticing_termination() -> Iterator[Notice]:
     notice.end()
 
 
+Handler = Callable[[int, FrameType | None], None]
+_ours: list[Handler] = []
 _heard = [-math.inf]  # when the last signal arrived; signals concern the whole process
 
 
 def _is_echo() -> bool:
     now = time.monotonic()
-    echo = now - _heard[0] < ECHO
-    _heard[0] = _heard[0] if echo else now
-    return echo
-
-
-Handler = Callable[[int, FrameType | None], None]
-_ours: list[Handler] = []
+    if now - _heard[0] < ECHO:
+        return True
+    _heard[0] = now
+    return False
 
 
 @contextlib.contextmanager
@@ -116,13 +115,13 @@ def end_with_parent() -> None:
 
     A process whose ``torchrun`` was killed would wait for the others for hours, deaf to signals.
     """
-    threading.Thread(target=_watch, name="parent", daemon=True).start()
 
+    def watch() -> None:
+        while os.getppid() == _parent:
+            time.sleep(1)
+        os._exit(1)
 
-def _watch() -> None:
-    while os.getppid() == _parent:
-        time.sleep(1)
-    os._exit(1)
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _meet_parent() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.registry import Registry
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.errors import UserError
 
 log = logging.getLogger("cdc_plugin")
@@ -65,12 +65,7 @@ def make_trackers(names: Sequence[str] | None) -> dict[str, Tracker]:
 def open_trackers(
     names: Sequence[str] | None, folder: Path, config: RefineConfig, history: Sequence[Mapping[str, float]]
 ) -> Iterator[Tracking]:
-    """Open all trackers of a run, bring them up to date with its finished epochs, and close them whatever happens.
-
-    Args:
-        folder: result folder; what an earlier run noted there must be gone.
-        history: finished epochs, as in metrics.jsonl.
-    """
+    """Open all trackers of a run, bring them up to date with its finished epochs, and close them whatever happens."""
     tracking = Tracking(make_trackers(names), folder)
     try:
         tracking.start(dataclasses.asdict(config), history)
@@ -125,28 +120,25 @@ class Tracking:
         return True
 
     def _note(self) -> None:
-        if not self.kept:
-            return
-        text = json.dumps(self.kept, indent=2) + "\n"
-        with contextlib.suppress(UserError):  # a full disk: the run itself will say so
-            write_atomically(self.folder / NOTES, lambda path: path.write_text(text, encoding="utf-8"))
+        if self.kept:
+            with contextlib.suppress(UserError):  # a full disk: the run itself will say so
+                write_text(self.folder / NOTES, json.dumps(self.kept, indent=2) + "\n")
 
 
 def flat_figures(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the single numbers of a nested report, ``{"after/calibration_head/ACC": 0.9}``, without lists and text."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for key, value in metrics.items():
         if isinstance(value, Mapping):
-            found |= flat_figures(value, f"{prefix}{key}/")
+            figures |= flat_figures(value, f"{prefix}{key}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            found[f"{prefix}{key}"] = value
-    return found
+            figures[f"{prefix}{key}"] = value
+    return figures
 
 
 def _read_notes(file: Path) -> dict[str, dict[str, Any]]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {name: dict(kept) for name, kept in found.items()}
+        return {name: dict(kept) for name, kept in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}  # missing or damaged: the trackers receive everything again
 

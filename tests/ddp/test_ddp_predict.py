@@ -39,18 +39,12 @@ def photos(tmp_path, digits, write_images) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path, tiny_clusterer) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    tiny_clusterer.save(folder, {})
-    return folder
-
-
-@pytest.fixture
-def words(tmp_path, model) -> list:
+def words(tmp_path, tiny_clusterer) -> list:
     """Arguments of ``cdc-predict`` without --data."""
     (tmp_path / "driver.py").write_text(DRIVER)
-    return ["--model", model, "--out", tmp_path / "new.csv", "--device", "cpu"]
+    (tmp_path / "run").mkdir()
+    tiny_clusterer.save(tmp_path / "run", {})
+    return ["--model", tmp_path / "run", "--out", tmp_path / "new.csv", "--device", "cpu"]
 
 
 def assert_equals_one_process(out: Path, model, photos: Path) -> None:

@@ -181,7 +181,6 @@ def test_a_frozen_backbone_keeps_its_weights_and_the_heads_are_trained(two, inpu
 
 def test_processes_with_statistics_of_their_own_train_another_network(two):
     assert two.codes("apart") == {0}
-    assert list_names(two.folder / "apart") == FILES
     apart, usual = (load_file(two.folder / name / "model.safetensors") for name in ("apart", "usual"))
     assert not torch.equal(apart["backbone.conv1.weight"], usual["backbone.conv1.weight"])
     assert all(tensor.isfinite().all() for tensor in apart.values())
@@ -195,8 +194,7 @@ def test_sigterm_in_one_process_saves_the_run_which_resumes_without_loss(two, in
     assert len(two.masks("stopped")) == 4  # in the second epoch, which has finished its batch
     assert len(two.masks("resumed")) == 2  # no batch is trained again
     assert_same_results(two.folder / "resumed", two.folder / "usual")
-    alone = tmp_path / "alone"
-    shutil.copytree(two.folder / "stopped", alone)
+    alone = shutil.copytree(two.folder / "stopped", tmp_path / "alone")
     refine(inputs.checkpoint, inputs.folder / "151.npz", out=alone, resume=True, device="cpu")
     assert list_names(alone) == FILES
     assert count_epochs(alone) == 3
@@ -224,11 +222,10 @@ def test_a_mistake_ends_all_processes_and_is_reported_once(two, inputs, name, me
 
 def test_torchrun_ends_on_a_mistake(tmp_path, inputs):
     done = torchrun(2, "-m", "cdc_plugin", *inputs.words(USUAL, "nowhere.npz"), "--out", tmp_path / "run")
-    assert done.returncode != 0
+    assert (done.returncode != 0, done.stdout) == (True, "")
     assert "exitcode  : 2" in done.stderr
     assert done.stderr.count("cdc-refine: error: ") == 1
     assert "cdc_plugin/" not in done.stderr  # no traceback of ours
-    assert done.stdout == ""
 
 
 @pytest.mark.slow

@@ -18,14 +18,15 @@ class Case:
     words: list[str]
     whole: Path
 
-    def with_data(self, data: Path) -> list[str]:
-        """Return the arguments with other images."""
-        return [*self.words[:3], str(data), *self.words[4:]]
-
     def check(self, folder: Path) -> None:
         """Resume a disturbed run to its end, which must equal that of the undisturbed one."""
         resume(folder, self.words)
         assert_same_results(folder, self.whole)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
 @pytest.fixture(scope="session")

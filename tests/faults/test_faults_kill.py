@@ -44,46 +44,38 @@ def test_a_run_killed_at_every_point_one_after_another_gives_the_same_result(cas
     case.check(out)
 
 
-def test_a_run_killed_at_random_moments_gives_the_same_result(case, tmp_path):
-    out = tmp_path / "out"
+def test_a_run_killed_at_random_moments_gives_the_same_result(case, out):
     seed = random.SystemRandom().randrange(2**32)
     moments = random.Random(seed)
     for epoch in (0, 1, 2):
-        words = ["--resume"] if epoch else case.words
-        delay = moments.random() * 0.3
-        ended = refine_until(
-            lambda epoch=epoch: (out / "metrics.jsonl").is_file() and count_epochs(out) >= epoch,
-            signal.SIGKILL,
-            *words,
-            "--out",
-            out,
-            delay=delay,
-        )
+        words, delay = [*(["--resume"] if epoch else case.words), "--out", out], moments.random() * 0.3
+
+        def begun(epoch: int = epoch) -> bool:
+            return (out / "metrics.jsonl").is_file() and count_epochs(out) >= epoch
+
+        ended = refine_until(begun, signal.SIGKILL, *words, delay=delay)
         assert ended.code in (0, -signal.SIGKILL), f"seed {seed}: {ended}"
     case.check(out)
 
 
 @pytest.mark.parametrize("file", ["last.pt", "config.yaml"])
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_file_that_another_program_has_cut_is_refused_in_one_line(case, tmp_path, file, kept):
-    shutil.copytree(case.whole, tmp_path / "out")
-    broken = tmp_path / "out" / file
+def test_a_file_that_another_program_has_cut_is_refused_in_one_line(case, out, file, kept):
+    shutil.copytree(case.whole, out)
+    broken = out / file
     broken.write_bytes(broken.read_bytes()[: int(kept * broken.stat().st_size)])
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "train.log"}
-    line = assert_refused(refine("--resume", "--out", tmp_path / "out"))
-    assert file in line
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != "train.log"} == before
+    before = {path: path.read_bytes() for path in out.iterdir() if path.name != "train.log"}
+    assert_refused(refine("--resume", "--out", out), file)
+    assert {path: path.read_bytes() for path in out.iterdir() if path.name != "train.log"} == before
 
 
-def test_an_unfinished_run_is_not_taken_for_a_backbone(case, tmp_path):
-    out = tmp_path / "out"
+def test_an_unfinished_run_is_not_taken_for_a_backbone(case, tmp_path, out):
     refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, call=5))
     words = [out if word == case.words[1] else word for word in case.words]
     assert_refused(refine(*words, "--out", tmp_path / "next"), "not finished|unfinished", "--resume")
 
 
-def test_two_runs_do_not_write_to_the_same_folder_at_once(case, tmp_path):
-    out = tmp_path / "out"
+def test_two_runs_do_not_write_to_the_same_folder_at_once(case, out):
     answers = []
 
     def second_run() -> bool:

@@ -20,18 +20,19 @@ DRIVER = ROOT / "tests" / "helpers" / "fault_driver.py"
 
 
 def two(
-    *words: object, fault: Fault | None = None, restarts: int = 0, watch: Watch | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run two processes, with a fault in one of them."""
+    *words: object, fault: Fault | None = None, restarts: int = 0, watch: Watch | None = None, fails: bool = False
+) -> str:
+    """Run two processes, with a fault in one of them; return what they print."""
     faults = json.dumps([asdict(fault)] if fault else [])
-    return torchrun(2, DRIVER, faults, *words, restarts=restarts, watch=watch)
+    done = torchrun(2, DRIVER, faults, *words, restarts=restarts, watch=watch)
+    assert (done.returncode != 0) is fails, done.stderr
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
 def whole(case, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("two") / "out"
-    done = two(*case.words, "--out", out)
-    assert done.returncode == 0, done.stderr
+    two(*case.words, "--out", out)
     return out
 
 
@@ -39,49 +40,38 @@ def dying(tmp_path: Path) -> Fault:
     return Fault(TRAIN_BATCH, call=BATCHES + 2, rank=1, once=str(tmp_path / "it has happened"))
 
 
-def test_torchrun_starts_a_run_again_whose_process_died_with_the_same_result(case, whole, tmp_path):
-    out = tmp_path / "out"
-    done = two(*case.words, "--out", out, fault=dying(tmp_path), restarts=2)
-    assert done.returncode == 0, done.stderr
+def test_torchrun_starts_a_run_again_whose_process_died_with_the_same_result(case, whole, tmp_path, out):
+    assert "after epoch 1" in two(*case.words, "--out", out, fault=dying(tmp_path), restarts=2)
     assert (tmp_path / "it has happened").exists()
-    assert "after epoch 1" in done.stderr
     assert_same_results(out, whole)
 
 
-def test_without_restarts_all_processes_end_and_the_run_can_be_resumed(case, whole, tmp_path):
-    out = tmp_path / "out"
-    done = two(*case.words, "--out", out, fault=dying(tmp_path))
-    assert done.returncode != 0
+def test_without_restarts_all_processes_end_and_the_run_can_be_resumed(case, whole, tmp_path, out):
+    printed = two(*case.words, "--out", out, fault=dying(tmp_path), fails=True)
     assert 1 <= count_epochs(out) < EPOCHS
-    assert "another process" in done.stderr or "SIGTERM" in done.stderr
-    done = two("--resume", "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert "another process" in printed or "SIGTERM" in printed
+    two("--resume", "--out", out)
     assert_same_results(out, whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_when_torchrun_is_ended_or_killed_no_process_is_left_and_the_run_can_be_resumed(case, whole, tmp_path, number):
-    out = tmp_path / "out"
+def test_when_torchrun_is_ended_or_killed_no_process_is_left_and_the_run_can_be_resumed(case, whole, out, number):
 
     def end(process: subprocess.Popen[str]) -> None:
         while process.poll() is None and count_epochs(out) < 1:
             time.sleep(0.05)
         process.send_signal(number)
 
-    done = two(*case.words, "--out", out, watch=end)
-    assert done.returncode != 0
+    printed = two(*case.words, "--out", out, watch=end, fails=True)
     assert 1 <= count_epochs(out) <= EPOCHS
     if number == signal.SIGTERM:
-        assert done.stderr.count("cdc-refine: stopped by SIGTERM") == 1
-    done = two("--resume", "--out", out)
-    assert done.returncode == 0, done.stderr
+        assert printed.count("cdc-refine: stopped by SIGTERM") == 1
+    two("--resume", "--out", out)
     assert_same_results(out, whole)
 
 
-def test_a_process_that_dies_while_images_are_read_does_not_stop_the_next_try(case, whole, tmp_path):
-    out = tmp_path / "out"
+def test_a_process_that_dies_while_images_are_read_does_not_stop_the_next_try(case, whole, tmp_path, out):
     fault = Fault("cdc_plugin.training.prepare:open_data", rank=0, once=str(tmp_path / "it has happened"))
-    done = two(*case.words, "--out", out, fault=fault, restarts=1)
-    assert done.returncode == 0, done.stderr
+    two(*case.words, "--out", out, fault=fault, restarts=1)
     assert (tmp_path / "it has happened").exists()
     assert_same_results(out, whole)

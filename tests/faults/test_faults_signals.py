@@ -19,8 +19,7 @@ def count_batches(folder) -> int:
     return len(torch.load(folder / "last.pt", weights_only=True)["refiner"]["progress"]["logs"])
 
 
-def test_sigterm_in_the_middle_of_an_epoch_saves_and_loses_no_batch(case, tmp_path):
-    out = tmp_path / "out"
+def test_sigterm_in_the_middle_of_an_epoch_saves_and_loses_no_batch(case, out):
     ended = refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, "terminate", call=BATCHES + 2))
     assert ended.code == 143, ended
     assert re.search("stopped by SIGTERM.*--resume", ended.last_line)
@@ -32,49 +31,28 @@ def test_sigterm_in_the_middle_of_an_epoch_saves_and_loses_no_batch(case, tmp_pa
     case.check(out)
 
 
-def test_sigterm_at_the_last_batch_of_all_is_obeyed(case, tmp_path):
-    out = tmp_path / "out"
-    ended = refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, "terminate", call=EPOCHS * BATCHES))
-    assert ended.code == 143, ended
-    assert "report.json" not in list_names(out)
-    case.check(out)
-
-
 @pytest.mark.parametrize(
-    "target", ["cdc_plugin.training.prepare:initialise", "cdc_plugin.evaluation.outcome:finish_run"]
+    ("fault", "code", "words", "epochs"),
+    [
+        (Fault(TRAIN_BATCH, "terminate", call=EPOCHS * BATCHES), 143, "stopped by SIGTERM", EPOCHS - 1),
+        (Fault("cdc_plugin.training.prepare:initialise", "terminate"), 143, "stopped by SIGTERM", 0),
+        (Fault("cdc_plugin.evaluation.outcome:finish_run", "terminate"), 143, "stopped by SIGTERM", EPOCHS),
+        # Twice: a first signal is only noted while training.
+        (Fault("torch:save", "terminate-twice", call=3), 143, "stopped by SIGTERM", 1),
+        (Fault(TRAIN_BATCH, "interrupt", call=BATCHES + 1), 130, "interrupted", 1),
+    ],
+    ids=str,
 )
-def test_sigterm_before_and_after_training_ends_the_run_at_once(case, tmp_path, target):
-    out = tmp_path / "out"
-    ended = refine(*case.words, "--out", out, fault=Fault(target, "terminate"))
-    assert ended.code == 143, ended
-    assert re.search("stopped by SIGTERM.*--resume", ended.last_line)
-    assert not {name for name in list_names(out) if name.startswith(".")}
-    assert count_epochs(out) == (3 if "finish" in target else 0)
-    case.check(out)
-
-
-def test_sigterm_while_a_state_is_written_leaves_the_earlier_one(case, tmp_path):
-    out = tmp_path / "out"
-    # Twice: a first signal is only noted while training.
-    fault = Fault("torch:save", "terminate-twice", call=3)
+def test_a_signal_at_any_moment_ends_the_run_and_keeps_what_is_finished(case, out, fault, code, words, epochs):
     ended = refine(*case.words, "--out", out, fault=fault)
-    assert ended.code == 143, ended
-    assert count_epochs(out) == 1
-    assert not {name for name in list_names(out) if name.startswith(".")}
+    assert ended.code == code, ended
+    assert re.search(f"{words}.*--resume", ended.last_line)
+    assert count_epochs(out) == epochs
+    assert not {name for name in list_names(out) if name.startswith(".") or name == "report.json"}
     case.check(out)
 
 
-def test_ctrl_c_keeps_finished_epochs(case, tmp_path):
-    out = tmp_path / "out"
-    ended = refine(*case.words, "--out", out, fault=Fault(TRAIN_BATCH, "interrupt", call=BATCHES + 1))
-    assert ended.code == 130
-    assert re.search("interrupted.*--resume", ended.last_line)
-    assert count_epochs(out) == 1
-    case.check(out)
-
-
-def test_the_early_signal_of_slurm_saves_too(case, tmp_path):
-    out = tmp_path / "out"
+def test_the_early_signal_of_slurm_saves_too(case, out):
     started = Started([*case.words, "--out", str(out)])
     while started.running() and count_epochs(out) < 1:
         pass

@@ -17,28 +17,23 @@ def history(folder) -> list[dict]:
 
 
 @pytest.mark.parametrize("epoch", [1, 2, EPOCHS])
-def test_a_loss_that_is_nan_once_takes_the_run_back_one_epoch_at_lower_rates(case, tmp_path, epoch):
-    out = tmp_path / "out"
+def test_a_loss_that_is_nan_once_takes_the_run_back_one_epoch_at_lower_rates(case, out, epoch):
     fault = Fault(LOSS, "nan", call=STEPS * (epoch - 1) + 3)
     ended = refine(*case.words, "--out", out, fault=fault)
     assert ended.code == 0, ended.errors
-    records = history(out)
-    undisturbed = history(case.whole)
+    records, undisturbed = history(out), history(case.whole)
     assert [record["epoch"] for record in records] == list(range(1, EPOCHS + 1))
     for record, whole in zip(records[: epoch - 1], undisturbed, strict=False):
         assert record["clustering_loss"] == whole["clustering_loss"]  # earlier epochs are kept
     for record, whole in zip(records[epoch - 1 :], undisturbed[epoch - 1 :], strict=True):
         assert record["lr_factor"] == pytest.approx(0.1 * whole["lr_factor"], abs=1e-9)
         assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
-    log = (out / "train.log").read_text()
-    assert "NaN" in log
-    report = json.loads((out / "report.json").read_text())
-    assert "NaN" in json.dumps(report), "the report does not say what happened"
+    for file in ("train.log", "report.json"):
+        assert "NaN" in (out / file).read_text(), f"{file} does not say what happened"
 
 
 @pytest.mark.parametrize("call", [3, STEPS + 3])
-def test_losses_that_stay_nan_end_the_run_in_one_line(case, tmp_path, call):
-    out = tmp_path / "out"
+def test_losses_that_stay_nan_end_the_run_in_one_line(case, out, call):
     fault = Fault(LOSS, "nan", call=call, times=0)
     line = assert_refused(refine(*case.words, "--out", out, fault=fault), "NaN")
     assert "lr_backbone" in line
@@ -46,11 +41,10 @@ def test_losses_that_stay_nan_end_the_run_in_one_line(case, tmp_path, call):
     assert count_epochs(out) == call // STEPS
 
 
-def test_a_killed_run_at_lower_rates_resumes_at_these(case, tmp_path):
+def test_a_killed_run_at_lower_rates_resumes_at_these(case, tmp_path, out):
     """Rolling back must be part of the state: a killed and an undisturbed run with the same NaN end equal."""
     fault = Fault(LOSS, "nan", call=3)
     assert refine(*case.words, "--out", tmp_path / "whole", fault=fault).code == 0
-    out = tmp_path / "out"
     code = refine(*case.words, "--out", out, fault=[fault, Fault("os:replace", matching="last.pt", call=3)]).code
     assert code == -9
     assert refine("--resume", "--out", out).code == 0
@@ -59,7 +53,6 @@ def test_a_killed_run_at_lower_rates_resumes_at_these(case, tmp_path):
 
 @pytest.mark.parametrize("action", ["exhaust-gpu", "exhaust-memory"])
 @pytest.mark.parametrize("target", [LOSS, "cdc_plugin.training.refiner:Refiner.compute_targets"])
-def test_too_little_memory_is_one_line_that_names_smaller_batches(case, tmp_path, action, target):
-    out = tmp_path / "out"
+def test_too_little_memory_is_one_line_that_names_smaller_batches(case, out, action, target):
     line = assert_refused(refine(*case.words, "--out", out, fault=Fault(target, action, call=5, times=0)), "memory")
     assert "sub_batch_size=15" in line

@@ -25,7 +25,7 @@ class Fault:
 
     Args:
         target: ``module:function`` or ``module:Class.method``.
-        do: name of an action below.
+        do: an action of `act`, the same after 'half-' of a file was written, or 'nan'.
         call: the first matching call that fails, counted from 1.
         times: how many calls fail; 0 for all that follow.
         matching: text that must be found in the call's first two arguments.
@@ -46,70 +46,49 @@ class Fault:
     path: str | None = None
 
 
-def kill(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+# torch's messages; the second line must not reach a user.
+GPU = "CUDA out of memory. Tried to allocate 20.00 MiB.\nSee documentation for details"
+MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 99999999999 bytes. Error code 12 (Cannot allocate memory)\nframe 0: c10::alloc_cpu"
+)
 
 
-def terminate(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def interrupt(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def fill_disk(fault: Fault) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def exhaust_gpu(fault: Fault) -> None:
+def act(name: str, fault: Fault) -> None:
+    """Send this process a signal, delete a file, or raise an error."""
     import torch
 
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee documentation for details")
-
-
-def exhaust_memory(fault: Fault) -> None:
-    # torch's message; the second line must not reach a user.
-    raise RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-        "allocate 99999999999 bytes. Error code 12 (Cannot allocate memory)\nframe 0: c10::alloc_cpu"
-    )
-
-
-def delete(fault: Fault) -> None:
-    assert fault.path is not None
-    Path(fault.path).unlink()
-
-
-def terminate_twice(fault: Fault) -> None:
     from cdc_plugin.training import signals
 
-    terminate(fault)
-    signals.ECHO = 0.0
-    terminate(fault)
-
-
-def deny(fault: Fault) -> None:
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-
-ACTIONS = (kill, terminate, terminate_twice, interrupt, fill_disk, deny, exhaust_gpu, exhaust_memory, delete)
+    if name in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[name])
+        time.sleep(60 if name == "kill" else 0)
+    elif name == "terminate-twice":
+        act("terminate", fault)
+        signals.ECHO = 0.0
+        act("terminate", fault)
+    elif name == "delete":
+        Path(str(fault.path)).unlink()
+    else:
+        raise {
+            "fill-disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            "deny": OSError(errno.EROFS, os.strerror(errno.EROFS)),
+            "exhaust-gpu": torch.OutOfMemoryError(GPU),
+            "exhaust-memory": RuntimeError(MEMORY),
+        }[name]
 
 
 def apply_fault(fault: Fault, work: Callable[..., Any], arguments: tuple, named: dict[str, Any]) -> Any:
     """Call the function with the fault, and return its result if it survives."""
+    half = fault.do.startswith("half-")  # of the file that torch.save writes
     if fault.do == "nan":
         return work(*arguments, **named) * float("nan")
-    if fault.do.startswith("half-"):  # of the file that torch.save writes
-        work(*arguments, **named)
+    if fault.after or half:
+        result = work(*arguments, **named)
+    if half:
         os.truncate(arguments[1], os.path.getsize(arguments[1]) // 2)
-        action = fault.do.removeprefix("half-").replace("-", "_")
-    else:
-        action = fault.do.replace("-", "_")
-        if fault.after:
-            result = work(*arguments, **named)
-    {one.__name__: one for one in ACTIONS}[action](fault)
+    act(fault.do.removeprefix("half-"), fault)
     return result if fault.after else work(*arguments, **named)
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -68,7 +69,6 @@ class Started:
         return self.process.is_alive()
 
     def send(self, number: int) -> None:
-        assert self.process.pid is not None
         if self.running():
             os.kill(self.process.pid, number)
 
@@ -77,11 +77,8 @@ class Started:
         if self.running():
             self.process.kill()
             raise AssertionError(f"still running after {PATIENCE:g} s: {self.words}, {self.faults}")
-        assert self.process.exitcode is not None
         texts = [(self.folder / name).read_text(errors="replace") for name in ("out", "errors")]
-        for file in self.folder.iterdir():
-            file.unlink()
-        self.folder.rmdir()
+        shutil.rmtree(self.folder)
         return Ended(self.process.exitcode, *texts)
 
 
@@ -134,12 +131,10 @@ def resume(folder: Path, words: list[str], attempts: int = 3) -> Ended:
     """Resume as a script would that starts the run again until it is done; the folder alone is enough."""
     for _ in range(attempts):
         ended = refine("--resume", "--out", folder)
-        if ended.code == 0:
-            return ended
         if re.search("nothing to resume|missing .*backbone", ended.last_line):
             ended = refine(*words, "--resume", "--out", folder)
-            if ended.code == 0:
-                return ended
+        if ended.code == 0:
+            return ended
     raise AssertionError(f"cannot be resumed: {ended.errors}")
 
 

@@ -16,17 +16,8 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes) -> ResolvedConfig:
-    given = {
-        "clusters": 3,
-        "mini_clusters": 6,
-        "hidden": 8,
-        "epochs": 3,
-        "batch_size": 24,
-        "sub_batch_size": 12,
-        "lr_heads": 1e-2,
-        "lr_backbone": 1e-2,
-    }
-    return ResolvedConfig(**{**given, **changes})
+    usual = {"clusters": 3, "mini_clusters": 6, "hidden": 8, "epochs": 3, "batch_size": 24, "sub_batch_size": 12}
+    return ResolvedConfig(**{**usual, "lr_heads": 1e-2, "lr_backbone": 1e-2, **changes})
 
 
 def with_batchnorm() -> nn.Module:
@@ -75,9 +66,23 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+PARTS = ("backbone", "clustering_head", "calibration_head")
+
+
 def tensors_of(refiner: Refiner) -> dict[str, Tensor]:
-    modules = ("backbone", "clustering_head", "calibration_head")
-    return {f"{m}.{name}": t.clone() for m in modules for name, t in getattr(refiner.networks, m).state_dict().items()}
+    return {f"{m}.{name}": t.clone() for m in PARTS for name, t in getattr(refiner.networks, m).state_dict().items()}
+
+
+def all_finite(refiner: Refiner) -> bool:
+    return all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors_of(refiner).values())
+
+
+def train_one_batch(refiner: Refiner) -> tuple[dict[str, float], list[str]]:
+    """Train a batch; return its figures and which of backbone, clustering head and calibration head have moved."""
+    before = [weights(getattr(refiner.networks, part)) for part in PARTS]
+    stats = refiner.train_batch(views(), torch.Generator())
+    after = [weights(getattr(refiner.networks, part)) for part in PARTS]
+    return stats, [part for part, *both in zip(PARTS, before, after, strict=True) if not same(*both)]
 
 
 def trust(share: float):

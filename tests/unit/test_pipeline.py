@@ -1,7 +1,7 @@
 import json
 import shutil
 from functools import partialmethod
-from tempfile import TemporaryDirectory
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -39,16 +39,11 @@ def read_weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-def stop_run(at_call):
-    """Return a stand-in for `write_history` that ends the run: the state is on disk, nothing after it."""
-    calls = []
-
-    def stop(*arguments):
-        calls.append(arguments)
-        if len(calls) == at_call:
-            raise KeyboardInterrupt
-
-    return stop
+def refine_until_stopped(call, *arguments, **settings):
+    """End a run in the n-th `write_history`: the state is on disk, nothing after it."""
+    stop = Mock(side_effect=[*[None] * (call - 1), KeyboardInterrupt])
+    with patch("cdc_plugin.training.run_folder.write_history", stop), pytest.raises(KeyboardInterrupt):
+        refine(*arguments, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +61,9 @@ def test_the_public_names_are_there():
     with pytest.raises(AttributeError, match="no attribute 'refin'"):
         _ = cdc_plugin.refin
     assert cdc_plugin.compare_models is cdc_plugin.compare
-
-
-@pytest.mark.parametrize("kind", ["ConfigError", "CheckpointError", "DataError", "OutputError"])
-def test_every_kind_of_error_is_public_and_is_a_user_error(kind):
-    assert kind in cdc_plugin.__all__
-    assert issubclass(getattr(cdc_plugin, kind), cdc_plugin.UserError)
+    for kind in ("ConfigError", "CheckpointError", "DataError", "OutputError"):
+        assert kind in cdc_plugin.__all__
+        assert issubclass(getattr(cdc_plugin, kind), cdc_plugin.UserError)
 
 
 def test_a_run_writes_its_files_and_no_other(finished):
@@ -104,13 +96,8 @@ def test_predictions_agree_with_the_model_that_was_saved(finished, digits):
 def test_the_config_on_disk_leaves_no_number_open(finished):
     report, settings = finished
     stored = yaml.safe_load((report.folder / "config.yaml").read_text(encoding="utf-8"))
-    assert {name for name, value in stored.items() if value is None} <= {
-        "format",
-        "arch",
-        "branch",
-        "head",
-        "data_root",
-    }
+    open_settings = {name for name, value in stored.items() if value is None}
+    assert open_settings <= {"format", "arch", "branch", "head", "data_root"}
     assert {name: stored[name] for name in settings} == settings
     assert None not in (stored["augment"]["flip"], stored["augment"]["crop_scale"])
 
@@ -132,19 +119,14 @@ def test_labels_change_nothing_but_the_report(finished, tmp_path, digits, tiny_c
         assert read_weights(tmp_path / name) == read_weights(report.folder)
         assert labelled.metrics["labels"] is True
         assert set(labelled.metrics["after"]["calibration_head"]) >= {"ACC", "NMI", "ARI", "ECE", "CONF"}
-    ignored = refine(
-        tiny_checkpoint, tmp_path / "right.npz", clusters=3, out=tmp_path / "none", labels=False, **settings
-    )
+    ignored = refine(tiny_checkpoint, tmp_path / "right.npz", 3, out=tmp_path / "none", labels=False, **settings)
     assert ignored.metrics["labels"] is False
 
 
 def test_a_run_stopped_after_its_first_state_resumes_to_the_same_bytes(finished, tmp_path, digits, tiny_checkpoint):
     report, settings = finished
     arguments = {"clusters": 3, "out": tmp_path / "run", **settings}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cdc_plugin.training.run_folder.write_history", stop_run(at_call=1))
-        with pytest.raises(KeyboardInterrupt):
-            refine(tiny_checkpoint, digits[0][:60], **arguments)
+    refine_until_stopped(1, tiny_checkpoint, digits[0][:60], **arguments)
     with pytest.raises(OutputError, match="resume=True"):
         refine(tiny_checkpoint, digits[0][:60], **arguments)
     resumed = refine(tiny_checkpoint, digits[0][:60], resume=True, **arguments)
@@ -211,10 +193,7 @@ def test_a_frozen_backbone_keeps_its_weights_and_resumes_to_the_same_bytes(tmp_p
     refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "a", **settings)
     loaded = load_model(tmp_path / "a").backbone.module.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in before.items())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cdc_plugin.training.run_folder.write_history", stop_run(at_call=2))
-        with pytest.raises(KeyboardInterrupt):
-            refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", **settings)
+    refine_until_stopped(2, tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", **settings)
     refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "b", resume=True, **settings)
     assert read_weights(tmp_path / "b") == read_weights(tmp_path / "a")
 
@@ -237,16 +216,13 @@ def test_training_leaves_the_module_of_the_caller_as_it_was(tmp_path, digits, ti
     assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_backbone.state_dict().items())
 
 
-def test_a_bare_module_is_refused_with_the_line_to_write(tmp_path, digits):
-    with pytest.raises(UserError, match=r"cdc_plugin\.Backbone\(module, feature_dim"):
-        refine(nn.Flatten(), digits[0][:40], 2, out=tmp_path / "out", **QUICK)
-
-
-def test_features_that_are_not_finite_are_refused(tmp_path, digits):
+def test_a_bare_module_and_features_that_are_not_finite_are_refused(tmp_path, digits):
     module = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.AdaptiveAvgPool2d(1))
     nn.init.constant_(module[0].weight, float("nan"))
-    with pytest.raises(UserError, match="not finite"):
-        refine(Backbone(module, 4, [0.5] * 3, [0.5] * 3, 32), digits[0][:40], 2, out=tmp_path / "out", **QUICK)
+    backbone = Backbone(module, 4, [0.5] * 3, [0.5] * 3, 32)
+    for given, message in ((module, r"cdc_plugin\.Backbone\(module, feature_dim"), (backbone, "not finite")):
+        with pytest.raises(UserError, match=message):
+            refine(given, digits[0][:40], 2, out=tmp_path / "out", **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -270,13 +246,12 @@ def test_resume_without_a_run_asks_for_what_a_start_needs(tmp_path):
 
 @pytest.mark.parametrize("passes", ["fast", "full"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_half_precision_trains_about_as_full_precision_does(tiny_checkpoint, digits, passes, frozen):
+def test_half_precision_trains_about_as_full_precision_does(tmp_path, tiny_checkpoint, digits, passes, frozen):
     settings = {**QUICK, "freeze_backbone": frozen, "passes": passes, "lr_heads": 1e-4, "lr_backbone": 5e-5}
-    with TemporaryDirectory() as folder:
-        whole, half = (
-            refine(tiny_checkpoint, digits[0][:60], 3, out=f"{folder}/{name}", precision=name, **settings)
-            for name in ("float32", "bfloat16")
-        )
+    whole, half = (
+        refine(tiny_checkpoint, digits[0][:60], 3, out=tmp_path / name, precision=name, **settings)
+        for name in ("float32", "bfloat16")
+    )
     # Rounding moves single images of a network with random weights to other clusters.
     assert half.predictions["confidence"].mean() == pytest.approx(whole.predictions["confidence"].mean(), abs=0.1)
 

@@ -1,20 +1,14 @@
-"""The settings of a run of the pretext stage; ``None`` means "choose for me".
-
-Where no shipped recipe is named, the one for the method and the size of the data lies beneath. `resolve` puts a
-value in place of every None once the data are known, and that is what ``config.yaml`` of the result holds.
-"""
+"""Say what the pretext stage is to do: its settings, the recipes beneath them, and what follows from the data."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cdc_plugin.config.load import load_config
-from cdc_plugin.config.recipes import find_recipe, read_recipe, recipe_folder
-from cdc_plugin.config.resolve import batch_sizes
+from cdc_plugin.config.recipes import find_recipe, recipe_folder
 from cdc_plugin.config.schema import PRECISIONS, setting
 from cdc_plugin.errors import ConfigError, DataError, option
 
@@ -25,13 +19,14 @@ LAPTOP_IMAGES = 50_000  # below, the laptop recipes are the default
 IMAGES_SEEN = 300_000  # images times epochs of a run without a given length
 BLUR_FROM = 64  # pixels; the paper blurs images of 64 px and more, not those of 32
 FEWEST = 32  # images
+SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}  # limits of a setting
 
 
 @dataclass
 class PretrainConfig:
-    """One run of the pretext stage; the defaults are the paper's (appendix, "Representation Learning").
+    """The request for a run of the pretext stage; None means "choose for me".
 
-    What a method has no use for stays None.
+    The defaults are the paper's (appendix, "Representation Learning").
     """
 
     RECIPES: ClassVar[str] = "pretrain"
@@ -55,14 +50,10 @@ class PretrainConfig:
     )
     temperature: float = setting(0.2, "of MoCo-v2", at_least=1e-3, at_most=10)
     ema: float | None = setting(
-        None,
-        "share that the momentum network keeps of itself per step, at first",
-        auto="the paper's",
-        at_least=0,
-        at_most=1,
+        None, "share that the momentum network keeps of itself per step, at first", auto="the paper's", **SHARE
     )
     ema_end: float | None = setting(
-        None, "the same at the end, in between by a cosine", auto="the released code's", at_least=0, at_most=1
+        None, "the same at the end, in between by a cosine", auto="the released code's", **SHARE
     )
 
     epochs: int | None = setting(
@@ -74,7 +65,7 @@ class PretrainConfig:
         None, "epochs in which the rate rises; at most a quarter of them", auto="a twentieth of the epochs", at_least=0
     )
     optimizer: str | None = setting(None, "sgd or lars", auto="lars for byol, else sgd", choices=("sgd", "lars"))
-    weight_decay: float = setting(1e-4, "decay of the weights", at_least=0, at_most=1)
+    weight_decay: float = setting(1e-4, "decay of the weights", **SHARE)
 
     input_size: int | None = setting(
         None, "side of the images, in pixels", auto="small images as they are, others 224 or largest_size", at_least=8
@@ -87,16 +78,12 @@ class PretrainConfig:
     flip: bool | None = setting(None, "mirror left and right", auto="except for the digits")
     crop_scale: float = setting(0.2, "smallest share of the area that random crops keep", above=0, at_most=1)
     jitter: list[float] = setting(
-        [0.4, 0.4, 0.4, 0.1],
-        "largest change of brightness, contrast, saturation and hue",
-        at_least=0,
-        at_most=1,
-        length=4,
+        [0.4, 0.4, 0.4, 0.1], "largest change of brightness, contrast, saturation and hue", **SHARE, length=4
     )
-    jitter_share: float = setting(0.8, "share of the views with other colours", at_least=0, at_most=1)
-    grayscale: float = setting(0.2, "share of the views without colours", at_least=0, at_most=1)
+    jitter_share: float = setting(0.8, "share of the views with other colours", **SHARE)
+    grayscale: float = setting(0.2, "share of the views without colours", **SHARE)
     blur: float | None = setting(
-        None, "share of the views that are blurred", auto="half of them from 64 px on, else none", at_least=0, at_most=1
+        None, "share of the views that are blurred", auto="half of them from 64 px on, else none", **SHARE
     )
 
     seed: int = setting(0, "seed of all random numbers", metavar="S")
@@ -105,27 +92,33 @@ class PretrainConfig:
     save_every: int = setting(1, "epochs between two states to resume from", at_least=1)
 
 
+@dataclass
+class ResolvedPretrainConfig(PretrainConfig):
+    """The settings a run uses, as in its config.yaml; None stays only for what its method has no use for."""
+
+    epochs: int = 0
+    warmup_epochs: int = 0
+    optimizer: str = "sgd"
+    input_size: int = 1
+    mean: list[float] = field(default_factory=list)
+    std: list[float] = field(default_factory=list)
+    flip: bool = True
+    blur: float = 0.0
+
+
 def load_pretrain_config(
     recipe: str | Path | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
-    count_images: Callable[[PretrainConfig], int] | None = None,
+    infer: Callable[[PretrainConfig], Mapping[str, Any]] | None = None,
 ) -> PretrainConfig:
     """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
     Args:
-        count_images: returns the size of the data, which decides the recipe whose values all of these overlay; not
-            called if a shipped recipe is given.
+        infer: returns the recipe that suits the data, which all of these overlay; not called for a shipped recipe.
     """
-
-    def infer(config: PretrainConfig) -> Any:
-        assert count_images is not None
-        return read_recipe(find_recipe(default_recipe(config.method, count_images(config)), "pretrain"))
-
     shipped = recipe is not None and find_recipe(recipe, "pretrain").parent == recipe_folder("pretrain")
-    config = load_config(
-        recipe, flags, overrides, None if shipped or count_images is None else infer, schema=PretrainConfig
-    )
+    config = load_config(recipe, flags, overrides, None if shipped else infer, schema=PretrainConfig)
     if shipped and (stated := load_config(recipe, schema=PretrainConfig).method) != config.method:
         other = str(recipe).replace(stated, config.method)
         hint = f", or take {option('recipe', other)}" if other != str(recipe) else ""
@@ -142,40 +135,35 @@ def default_recipe(method: str, image_count: int) -> str:
     return f"{'laptop' if image_count < LAPTOP_IMAGES else 'paper'}-{method}"
 
 
-def resolve(config: PretrainConfig, image_count: int, input_size: int) -> PretrainConfig:
+def resolve(request: PretrainConfig, image_count: int, input_size: int) -> ResolvedPretrainConfig:
     """Put a value in place of every None that depends on the data, and cut what is too large for them."""
     if image_count < FEWEST:
-        raise DataError(f"{config.data} has {image_count} readable images; a pretext task needs at least {FEWEST}")
-    epochs = config.epochs
+        raise DataError(f"{request.data} has {image_count} readable images; a pretext task needs at least {FEWEST}")
+    epochs, warmup, method = request.epochs, request.warmup_epochs, request.method
     if epochs is None:
         epochs = min(200, max(20, round(IMAGES_SEEN / image_count)))
-    warmup = max(1, round(epochs / 20)) if config.warmup_epochs is None else config.warmup_epochs
-    config = dataclasses.replace(
-        config,
-        epochs=epochs,
-        warmup_epochs=min(warmup, epochs // 4),
-        batch_size=min(config.batch_size, image_count),
-        optimizer=config.optimizer or ("lars" if config.method == "byol" else "sgd"),
-        input_size=input_size,
-        flip=config.data != "digits" if config.flip is None else config.flip,
-        blur=(0.5 if input_size >= BLUR_FROM else 0.0) if config.blur is None else config.blur,
-    )
-    if config.method != "mocov2":
-        predictor = max(8, config.projection // 4) if config.method == "simsiam" else config.hidden
-        config = dataclasses.replace(config, predictor=config.predictor or predictor)
-    if config.method in EMA:
-        first, last = EMA[config.method]
-        ema = first if config.ema is None else config.ema
-        config = dataclasses.replace(
-            config, ema=ema, ema_end=max(ema, last) if config.ema_end is None else config.ema_end
-        )
-    if config.method == "mocov2":
-        queue = PAPER_QUEUE if config.queue is None else config.queue
+    if warmup is None:
+        warmup = max(1, round(epochs / 20))
+    decided: dict[str, Any] = {
+        "epochs": epochs,
+        "warmup_epochs": min(warmup, epochs // 4),
+        "batch_size": min(request.batch_size, image_count),
+        "optimizer": request.optimizer or ("lars" if method == "byol" else "sgd"),
+        "input_size": input_size,
+        "mean": request.mean or [],
+        "std": request.std or [],
+        "flip": request.data != "digits" if request.flip is None else request.flip,
+        "blur": (0.5 if input_size >= BLUR_FROM else 0.0) if request.blur is None else request.blur,
+    }
+    if method == "mocov2":
+        queue = PAPER_QUEUE if request.queue is None else request.queue
         # A queue as large as the set would hold an earlier key of the very image that is asked for.
-        config = dataclasses.replace(config, queue=queue if queue < image_count else image_count // 2)
-    return config
-
-
-def steps_per_epoch(config: PretrainConfig, image_count: int) -> int:
-    """Return the number of batches that hold all images."""
-    return len(batch_sizes(image_count, config.batch_size))
+        decided["queue"] = queue if queue < image_count else image_count // 2
+    else:
+        narrow = max(8, request.projection // 4)
+        decided["predictor"] = request.predictor or (narrow if method == "simsiam" else request.hidden)
+    if method in EMA:
+        first, last = EMA[method]
+        decided["ema"] = ema = first if request.ema is None else request.ema
+        decided["ema_end"] = max(ema, last) if request.ema_end is None else request.ema_end
+    return ResolvedPretrainConfig(**{**vars(request), **decided})

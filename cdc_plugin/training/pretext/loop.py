@@ -1,4 +1,4 @@
-"""The training loop of the pretext stage: two views of every batch, one step, and nothing that could see a label."""
+"""Train the pretext stage: two views of every batch, one step, and nothing that could see a label."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.pretext.config import PretrainConfig
+from cdc_plugin.training.pretext.config import ResolvedPretrainConfig
 from cdc_plugin.training.pretext.methods import Pretext
 from cdc_plugin.training.runtime import autocast
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream.
 WEIGHTS, ORDER, VIEWS, LAYERS = 21, 22, 23, 24
+STATEFUL = ("task", "optimizer", "scaler")  # attributes of a `Pretrainer`
 
 
 def spread(embedding: Tensor) -> float:
@@ -33,9 +34,9 @@ def spread(embedding: Tensor) -> float:
 class Pretrainer:
     """A pretext task, its optimiser and the number of finished epochs: all that a run changes."""
 
-    def __init__(self, task: Pretext, config: PretrainConfig, device: torch.device, steps_per_epoch: int) -> None:
-        assert config.epochs is not None
-        assert config.warmup_epochs is not None
+    def __init__(
+        self, task: Pretext, config: ResolvedPretrainConfig, device: torch.device, steps_per_epoch: int
+    ) -> None:
         self.task = task.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.config, self.device = config, device
         self.total_steps = config.epochs * steps_per_epoch
@@ -43,8 +44,7 @@ class Pretrainer:
         self.base_lr = config.lr * config.batch_size / 256
         self.optimizer = _optimizer(task, config, self.base_lr)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
-        self.epoch = 0
-        self.steps = 0
+        self.epoch = self.steps = 0
 
     def fit(
         self,
@@ -53,7 +53,6 @@ class Pretrainer:
         after_epoch: Callable[[dict[str, float]], None],
     ) -> None:
         """Train the epochs that are still to do; ``batches(epoch)`` must depend on the epoch only."""
-        assert self.config.epochs is not None
         if self.steps == 0:
             self.task.train()
             with fork_rng(generator(self.config.seed, LAYERS, -1), self.device):
@@ -96,30 +95,23 @@ class Pretrainer:
 
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs to continue without a difference."""
-        return {
-            "epoch": self.epoch,
-            "steps": self.steps,
-            "task": self.task.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
+        parts = {name: getattr(self, name).state_dict() for name in STATEFUL}
+        return {"epoch": self.epoch, "steps": self.steps, **parts}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.task.load_state_dict(state["task"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for name in STATEFUL:
+            getattr(self, name).load_state_dict(state[name])
         self.epoch, self.steps = state["epoch"], state["steps"]
 
 
-def _optimizer(task: nn.Module, config: PretrainConfig, lr: float) -> torch.optim.Optimizer:
-    decay: dict[str, Any] = {"lr": lr, "momentum": 0.9, "weight_decay": config.weight_decay}
+def _optimizer(task: nn.Module, config: ResolvedPretrainConfig, lr: float) -> torch.optim.Optimizer:
+    rates: dict[str, Any] = {"lr": lr, "momentum": 0.9, "weight_decay": config.weight_decay}
     if config.optimizer == "sgd":
-        return torch.optim.SGD([weight for weight in task.parameters() if weight.requires_grad], **decay)
+        return torch.optim.SGD([weight for weight in task.parameters() if weight.requires_grad], **rates)
     from lightly.models.utils import get_weight_decay_parameters
     from lightly.utils.lars import LARS
 
     # As in BYOL, biases and the layers that normalise are neither decayed nor scaled.
-    decayed, others = (
-        [weight for weight in part if weight.requires_grad] for part in get_weight_decay_parameters([task])
-    )
-    return LARS([{"params": decayed}, {"params": others, "weight_decay": 0.0}], **decay)
+    groups = get_weight_decay_parameters([task])
+    decayed, others = ([weight for weight in group if weight.requires_grad] for group in groups)
+    return LARS([{"params": decayed}, {"params": others, "weight_decay": 0.0}], **rates)

@@ -1,10 +1,9 @@
-"""The three pretext tasks of the paper, made of lightly's parts: two views in, a loss and the embedding out."""
+"""Build the three pretext tasks of the paper, of lightly's parts: two views in, a loss and the embedding out."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,21 +11,46 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.errors import UserError
+from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.pretext.config import ResolvedPretrainConfig
 
+SMALL_INPUT = 64  # up to here a 7x7 stem with stride and pool would throw most of the image away
+WIDTHS = [64, 128, 256, 512]
+RESNETS: dict[str, dict[str, Any]] = {
+    "small": {"block": "basic", "depths": [2, 2, 2, 2], "widths": [16, 32, 64, 128]},
+    "resnet18": {"block": "basic", "depths": [2, 2, 2, 2], "widths": WIDTHS},
+    "resnet34": {"block": "basic", "depths": [3, 4, 6, 3], "widths": WIDTHS},
+    "resnet50": {"block": "bottleneck", "depths": [3, 4, 6, 3], "widths": WIDTHS},
+}
+LARGE_STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
+SMALL_STEM = {"kernel": 3, "stride": 1, "padding": 2, "pool": False}  # the paper's, padding included
+FAST_STEM = {"kernel": 3, "stride": 1, "padding": 1, "pool": True}  # the demo's: a quarter of the work
 KEY_GROUPS = 4
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Widths of the heads, what MoCo-v2 alone needs, and whether BYOL's heads end in a BatchNorm."""
+def spec_of(arch: str, input_size: int) -> dict[str, Any]:
+    """Return the spec of a named network for images of this size, for `models.architectures.build`."""
+    if arch in RESNETS:
+        small_stem = FAST_STEM if arch == "small" else SMALL_STEM
+        stem = small_stem if input_size <= SMALL_INPUT else LARGE_STEM
+        return {"family": "resnet", **RESNETS[arch], "stem": dict(stem)}
+    import timm
 
-    hidden: int
-    projection: int
-    predictor: int = 0
-    queue: int = 0
-    temperature: float = 0.2
-    output_norm: bool = False
+    name = arch.removeprefix("timm:")
+    if not timm.is_model(name):
+        raise UserError(f"unknown --arch {arch!r}; it is one of {', '.join(RESNETS)}, or the name of a timm model")
+    config = timm.get_pretrained_cfg(name)
+    # Transformers are built for one image size; convolutional networks take any.
+    kwargs = {"img_size": input_size} if config is not None and config.fixed_input_size else {}
+    return {"family": "timm", "name": name, "kwargs": kwargs}
+
+
+def fresh_backbone(arch: str, input_size: int, mean: list[float], std: list[float]) -> Backbone:
+    """Return a network with random weights."""
+    spec = spec_of(arch, input_size)
+    module, feature_dim = build(spec)
+    return Backbone(module, feature_dim, mean, std, input_size, spec)
 
 
 def require_lightly() -> None:
@@ -44,12 +68,6 @@ class Pretext(nn.Module):
         super().__init__()
         self.online = nn.Sequential(backbone, projector)
 
-    @property
-    def backbone(self) -> Backbone:
-        found = self.online[0]
-        assert isinstance(found, Backbone)
-        return found
-
     def prepare(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Prepare what depends on the images before the first step."""
 
@@ -65,11 +83,8 @@ class _WithMomentum(Pretext):
     """A task with a second network that follows the online one slowly and provides the targets."""
 
     def __init__(self, backbone: Backbone, projector: nn.Module) -> None:
-        from lightly.models.utils import deactivate_requires_grad
-
         super().__init__(backbone, projector)
-        self.momentum = copy.deepcopy(self.online)
-        deactivate_requires_grad(self.momentum)
+        self.momentum = copy.deepcopy(self.online).requires_grad_(False)
 
     @torch.no_grad()
     def follow(self, ema: float) -> None:
@@ -81,16 +96,14 @@ class _WithMomentum(Pretext):
 class MoCoV2(_WithMomentum):
     """MoCo-v2: tell the key of the other view from a queue of earlier keys (InfoNCE).
 
-    One view asks and one answers, as in MoCo-v2; solo-learn's MoCo-v2+ swaps them and adds both losses, at twice
-    the work a step.
+    One view asks and one answers; solo-learn's MoCo-v2+ swaps them and adds both losses, at twice the work per step.
     """
 
-    def __init__(self, backbone: Backbone, sizes: Sizes) -> None:
+    def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
         from lightly.loss import NTXentLoss
 
-        super().__init__(backbone, _mlp(backbone.feature_dim, sizes.hidden, sizes.projection))
-        self.queue = sizes.queue
-        self.criterion = NTXentLoss(sizes.temperature, memory_bank_size=(sizes.queue, sizes.projection))
+        super().__init__(backbone, _mlp(backbone.feature_dim, config.hidden, config.projection))
+        self.criterion = NTXentLoss(config.temperature, memory_bank_size=(config.queue, config.projection))
 
     @torch.no_grad()
     def prepare(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -103,7 +116,7 @@ class MoCoV2(_WithMomentum):
         for _, second in batches:
             self.criterion.memory_bank(F.normalize(self._keys(second), dim=1), update=True)
             filled += len(second)
-            if filled >= self.queue:
+            if filled >= len(self.criterion.memory_bank.bank):
                 return
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,13 +135,11 @@ class MoCoV2(_WithMomentum):
 
     # lightly does not count its queue among what a state dict holds; a resumed run needs it.
     def get_extra_state(self) -> dict[str, Tensor]:
-        bank = self.criterion.memory_bank
-        return {"bank": bank.bank, "bank_ptr": bank.bank_ptr}
+        return {name: getattr(self.criterion.memory_bank, name) for name in ("bank", "bank_ptr")}
 
     def set_extra_state(self, state: Any) -> None:
-        bank = self.criterion.memory_bank
-        bank.bank.copy_(state["bank"])
-        bank.bank_ptr.copy_(state["bank_ptr"])
+        for name, tensor in state.items():
+            getattr(self.criterion.memory_bank, name).copy_(tensor)
 
 
 class SimSiam(Pretext):
@@ -138,19 +149,17 @@ class SimSiam(Pretext):
     BatchNorm. So does this: with two layers and no BatchNorm the loss stood still on the digits.
     """
 
-    def __init__(self, backbone: Backbone, sizes: Sizes) -> None:
+    def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
         from lightly.loss import NegativeCosineSimilarity
         from lightly.models.modules import SimSiamPredictionHead, SimSiamProjectionHead
 
-        super().__init__(backbone, SimSiamProjectionHead(backbone.feature_dim, sizes.hidden, sizes.projection))
-        self.predictor = SimSiamPredictionHead(sizes.projection, sizes.predictor, sizes.projection)
+        super().__init__(backbone, SimSiamProjectionHead(backbone.feature_dim, config.hidden, config.projection))
+        self.predictor = SimSiamPredictionHead(config.projection, config.predictor, config.projection)
         self.criterion = NegativeCosineSimilarity()
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         one, two = self.online(first), self.online(second)
-        foretold_two, foretold_one = self.predictor(one).float(), self.predictor(two).float()
-        loss = self.criterion(foretold_two, two.detach().float()) + self.criterion(foretold_one, one.detach().float())
-        return loss / 2, one.detach().float()
+        return _predict_across(self, one, two, one.detach(), two.detach())
 
 
 class BYOL(_WithMomentum):
@@ -160,33 +169,37 @@ class BYOL(_WithMomentum):
     predict: after eight epochs on the digits 89 % of them had a nearest neighbour of their class, with it 94.5 %.
     """
 
-    def __init__(self, backbone: Backbone, sizes: Sizes) -> None:
+    def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
         from lightly.loss import NegativeCosineSimilarity
 
-        head = _normalised_mlp if sizes.output_norm else _mlp
-        super().__init__(backbone, head(backbone.feature_dim, sizes.hidden, sizes.projection))
-        self.predictor = head(sizes.projection, sizes.predictor, sizes.projection)
+        width, norm = config.projection, config.output_norm
+        super().__init__(backbone, _mlp(backbone.feature_dim, config.hidden, width, norm))
+        self.predictor = _mlp(width, config.predictor or config.hidden, width, norm)
         self.criterion = NegativeCosineSimilarity()
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         one, two = self.online(first), self.online(second)
         with torch.no_grad():
-            target_one, target_two = self.momentum(first).float(), self.momentum(second).float()
-        loss = self.criterion(self.predictor(one).float(), target_two)
-        loss = loss + self.criterion(self.predictor(two).float(), target_one)
-        return loss / 2, one.detach().float()
+            targets = self.momentum(first), self.momentum(second)
+        return _predict_across(self, one, two, *targets)
 
 
-def _mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return the paper's head: linear, BatchNorm, ReLU, linear."""
+def _predict_across(
+    task: SimSiam | BYOL, one: Tensor, two: Tensor, target_one: Tensor, target_two: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the mean loss of predicting each view's target from the other view, and the embedding of the first."""
+    loss = task.criterion(task.predictor(one).float(), target_two.float())
+    loss = loss + task.criterion(task.predictor(two).float(), target_one.float())
+    return loss / 2, one.detach().float()
+
+
+def _mlp(inputs: int, hidden: int, outputs: int, output_norm: bool = False) -> nn.Module:
+    """Return the paper's head: linear, BatchNorm, ReLU, linear, and one more BatchNorm if asked for."""
     from lightly.models.modules.heads import ProjectionHead
 
-    return ProjectionHead([(inputs, hidden, nn.BatchNorm1d(hidden), nn.ReLU()), (hidden, outputs, None, None)])
+    head = ProjectionHead([(inputs, hidden, nn.BatchNorm1d(hidden), nn.ReLU()), (hidden, outputs, None, None)])
+    return nn.Sequential(head, nn.BatchNorm1d(outputs)) if output_norm else head
 
 
-def _normalised_mlp(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return the same head with a BatchNorm after the last layer."""
-    return nn.Sequential(_mlp(inputs, hidden, outputs), nn.BatchNorm1d(outputs))
-
-
-METHODS: dict[str, Callable[[Backbone, Sizes], Pretext]] = {"mocov2": MoCoV2, "simsiam": SimSiam, "byol": BYOL}
+Method = Callable[[Backbone, ResolvedPretrainConfig], Pretext]
+METHODS: dict[str, Method] = {"mocov2": MoCoV2, "simsiam": SimSiam, "byol": BYOL}

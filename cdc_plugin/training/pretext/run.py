@@ -1,7 +1,8 @@
-"""One run of the pretext stage, from images to a folder that ``cdc-refine --backbone`` takes: read `pretrain` first."""
+"""Run the pretext stage, from images to a folder that ``cdc-refine --backbone`` takes: read `pretrain` first."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.config.load import to_yaml
+from cdc_plugin.config.recipes import find_recipe, read_recipe
 from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_atomically, write_text
 from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
 from cdc_plugin.data.views import SMALL_SIDE
 from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
@@ -28,13 +30,12 @@ from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
     TITLES,
     PretrainConfig,
+    ResolvedPretrainConfig,
     default_recipe,
     load_pretrain_config,
     resolve,
-    steps_per_epoch,
 )
-from cdc_plugin.training.pretext.methods import METHODS, Sizes, require_lightly
-from cdc_plugin.training.pretext.networks import fresh_backbone, spec_of
+from cdc_plugin.training.pretext.methods import METHODS, fresh_backbone, require_lightly, spec_of
 from cdc_plugin.training.progress import COLLAPSED, PretextProgress, log, log_to, show_progress
 from cdc_plugin.training.run_folder import (
     CONFIG,
@@ -58,7 +59,7 @@ class Pretrained:
     """The result of a run: its folder, its settings, one record per epoch, and a description of the network."""
 
     folder: Path
-    config: PretrainConfig
+    config: ResolvedPretrainConfig
     history: list[dict[str, float]]
     network: str
 
@@ -95,54 +96,51 @@ def pretrain(
             raise UserError(f"{folder} has no finished epoch to continue from; give --data to start it")
         with log_to(folder / LOG):
             if state is None:
-                config = load_pretrain_config(recipe, flags, words, count_images)
-                config, images = start(config, folder)
+                settings, images = start(load_pretrain_config(recipe, flags, words, infer_recipe), folder)
             else:
-                config, images = restart(config, folder, state)
-            return train(config, images, folder, device, state)
+                settings, images = restart(config, folder, state)
+            return train(settings, images, folder, device, state)
     finally:
         leave_nothing_behind(folder)
 
 
-def start(config: PretrainConfig, folder: Path) -> tuple[PretrainConfig, ImageSet]:
+def start(request: PretrainConfig, folder: Path) -> tuple[ResolvedPretrainConfig, ImageSet]:
     """Return the settings with everything filled in, and the images."""
-    size = config.input_size
+    size = request.input_size
     if size is None:
-        native = native_size(config.data)
-        size = min(native if native is not None and native <= SMALL_SIDE else 224, config.largest_size)
-    images = _open(config, size)
-    asked, config = config, resolve(config, len(images), size)
-    if asked.queue not in (None, config.queue):
-        log.info("a queue of %d keys, not %d: there are %d images", config.queue, asked.queue, len(images))
+        native = native_size(request.data)
+        size = min(native if native is not None and native <= SMALL_SIDE else 224, request.largest_size)
+    images = _open(request, size)
+    config = resolve(request, len(images), size)
+    if request.queue not in (None, config.queue):
+        log.info("a queue of %d keys, not %d: there are %d images", config.queue, request.queue, len(images))
     mean, std = statistics(images)
     config = dataclasses.replace(config, mean=config.mean or mean, std=config.std or std)
     # Both refuse what cannot be made, before any work is done.
     view_settings(config)
     skeleton(spec_of(config.arch, size))
     clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
-    write_atomically(folder / CONFIG, lambda path: path.write_text(to_yaml(config), encoding="utf-8"))
+    write_text(folder / CONFIG, to_yaml(config))
     return config, images
 
 
-def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple[PretrainConfig, ImageSet]:
+def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple[ResolvedPretrainConfig, ImageSet]:
     """Return settings and images of the run as they were after its last finished epoch."""
     if state.get("tool") != TOOL:
         raise UserError(f"{folder} is not a run of {TOOL}; continue it with cdc-refine --resume --out {folder}")
-    stored = load_pretrain_config(folder / CONFIG)
-    assert stored.input_size is not None
+    stored = ResolvedPretrainConfig(**vars(load_pretrain_config(folder / CONFIG)))
     images = _open(stored, stored.input_size)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
-    default = PretrainConfig()
-    names = [item.name for item in dataclasses.fields(given) if item.name not in ("out", "device")]
-    asked = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
+    default = {**vars(PretrainConfig()), "out": given.out, "device": given.device}  # these two may change
+    asked = {name: value for name, value in vars(given).items() if value != default[name]}
     # Sizes beyond the data were cut when the run began; the same command must be taken again.
     size = asked.get("input_size") or stored.input_size
-    wanted = resolve(dataclasses.replace(stored, **asked), len(images), size)
-    for name in asked:
-        if getattr(wanted, name) != getattr(stored, name):
+    wanted = vars(resolve(dataclasses.replace(stored, **asked), len(images), size))
+    for name, value in vars(stored).items():
+        if name in asked and wanted[name] != value:
             raise UserError(
-                f"{folder} was begun with {name}={getattr(stored, name)}, now {name}={asked[name]} is asked for; "
+                f"{folder} was begun with {name}={value}, now {name}={asked[name]} is asked for; "
                 "resume without it, or start another run with its own --out"
             )
     log.info("continuing after epoch %d", state["trainer"]["epoch"])
@@ -150,32 +148,21 @@ def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple
 
 
 def train(
-    config: PretrainConfig, images: ImageSet, folder: Path, device: torch.device, state: dict[str, Any] | None
+    config: ResolvedPretrainConfig, images: ImageSet, folder: Path, device: torch.device, state: dict[str, Any] | None
 ) -> Pretrained:
     """Train the remaining epochs, then write the weights."""
-    assert config.input_size is not None
-    assert config.mean is not None
-    assert config.std is not None
-    assert config.epochs is not None
     with fork_rng(generator(config.seed, loop.WEIGHTS), device):
         backbone = fresh_backbone(config.arch, config.input_size, config.mean, config.std)
-        sizes = Sizes(
-            config.hidden,
-            config.projection,
-            config.predictor or 0,
-            config.queue or 0,
-            config.temperature,
-            config.output_norm,
-        )
-        task = METHODS[config.method](backbone, sizes)
-    trainer = loop.Pretrainer(task, config, device, steps_per_epoch(config, len(images)))
+        task = METHODS[config.method](backbone, config)
+    steps = len(batch_sizes(len(images), config.batch_size))
+    trainer = loop.Pretrainer(task, config, device, steps)
     history: list[dict[str, float]] = []
     if state is not None:
         trainer.restore(state["trainer"])
         history = state["history"]
     network = describe(backbone.spec)
     log.info("%s on %d images of %d px: %s", TITLES[config.method], len(images), config.input_size, network)
-    bar = PretextProgress(trainer.epoch, config, steps_per_epoch(config, len(images)))
+    bar = PretextProgress(trainer.epoch, config.epochs, steps, config.method, config.warmup_epochs)
 
     def after_epoch(stats: dict[str, float]) -> None:
         history.append(bar.after_epoch(stats))
@@ -186,15 +173,13 @@ def train(
             kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
             write_state(folder, kept)
 
-    try:
+    with contextlib.closing(bar):
         trainer.fit(batches_of(images, config, device), bar.after_batch, after_epoch)
-    finally:
-        bar.close()
     return Pretrained(folder, config, history, network)
 
 
 def batches_of(
-    images: ImageSet, config: PretrainConfig, device: torch.device
+    images: ImageSet, config: ResolvedPretrainConfig, device: torch.device
 ) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
     """Return a function that yields two views of every batch of an epoch; they depend on (seed, epoch, batch) only."""
     settings = view_settings(config)
@@ -213,22 +198,9 @@ def batches_of(
     return batches
 
 
-def view_settings(config: PretrainConfig) -> PretextSettings:
+def view_settings(config: ResolvedPretrainConfig) -> PretextSettings:
     """Return the augmentation of resolved settings."""
-    assert config.input_size is not None
-    assert config.flip is not None
-    assert config.blur is not None
-    return PretextSettings(
-        config.input_size,
-        tuple(config.mean or ()),  # type: ignore[arg-type]
-        tuple(config.std or ()),  # type: ignore[arg-type]
-        flip=config.flip,
-        crop_scale=config.crop_scale,
-        jitter=tuple(config.jitter),  # type: ignore[arg-type]
-        jitter_share=config.jitter_share,
-        grayscale=config.grayscale,
-        blur=config.blur,
-    )
+    return PretextSettings(**{item.name: getattr(config, item.name) for item in dataclasses.fields(PretextSettings)})
 
 
 def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
@@ -245,11 +217,12 @@ def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
     return [round(value, 4) for value in mean.tolist()], [round(value, 4) for value in std.tolist()]
 
 
-def count_images(config: PretrainConfig) -> int:
-    """Return the number of images, without reading them, and log which recipe follows from it."""
-    count = len(describe_source(config.data, 32, config.data_root))
-    log.info("%d images: settings of recipe %s", count, default_recipe(config.method, count))
-    return count
+def infer_recipe(request: PretrainConfig) -> Mapping[str, Any]:
+    """Return the shipped recipe that suits the number of images, which are not read, and log its name."""
+    count = len(describe_source(request.data, 32, request.data_root))
+    name = default_recipe(request.method, count)
+    log.info("%d images: settings of recipe %s", count, name)
+    return read_recipe(find_recipe(name, "pretrain"))
 
 
 def _open(config: PretrainConfig, size: int) -> ImageSet:
@@ -259,27 +232,25 @@ def _open(config: PretrainConfig, size: int) -> ImageSet:
     return images
 
 
-def _write_model(config: PretrainConfig, images: ImageSet, backbone: Backbone, epoch: int, folder: Path) -> None:
+def _write_model(
+    config: ResolvedPretrainConfig, images: ImageSet, backbone: Backbone, epoch: int, folder: Path
+) -> None:
     """Write the backbone of the last epoch in the native format, so that a run can be used before it ends."""
     from lightly import __version__ as lightly_version
 
     record = {"spec": backbone.spec, "feature_dim": backbone.feature_dim, "mean": config.mean, "std": config.std}
-    description = {
-        "format": "cdc_plugin",
-        "version": VERSION,
-        "backbone": {**record, "input_size": config.input_size},
-        "provenance": {
-            "tool": TOOL,
-            "method": f"{TITLES[config.method]} (lightly {lightly_version})",
-            "data": images.source,
-            "data_digest": images.digest,
-            "epochs": epoch,
-            "of_epochs": config.epochs,
-            "seed": config.seed,
-        },
+    provenance = {
+        "tool": TOOL,
+        "method": f"{TITLES[config.method]} (lightly {lightly_version})",
+        "data": images.source,
+        "data_digest": images.digest,
+        "epochs": epoch,
+        "of_epochs": config.epochs,
+        "seed": config.seed,
     }
+    facts = {"backbone": {**record, "input_size": config.input_size}, "provenance": provenance}
+    description = {"format": "cdc_plugin", "version": VERSION, **facts}
     weights = backbone.module.state_dict()
     tensors = {f"backbone.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
-    text = json.dumps(description, indent=2) + "\n"
-    write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")

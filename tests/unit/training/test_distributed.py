@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,13 +46,11 @@ def test_a_batch_of_any_size_is_shared_whole_and_near_equally(size):
 def test_rows_of_all_processes_are_gathered_in_order(count, size):
     rows = torch.arange(count * 6).view(count, 2, 3)
     for values in (rows, rows.float() / 7, rows % 2 == 0):
-        gathered = in_step(
-            size,
-            lambda distributed, values=values: distributed.gather(
-                values[distributed.own_shard(count)], distributed.shards_of(count)
-            ),
-        )
-        assert all(torch.equal(whole, values) and whole.dtype == values.dtype for whole in gathered)
+
+        def gather(distributed: Distributed, values: Tensor = values) -> Tensor:
+            return distributed.gather(values[distributed.own_shard(count)], distributed.shards_of(count))
+
+        assert all(torch.equal(whole, values) and whole.dtype == values.dtype for whole in in_step(size, gather))
 
 
 def test_rows_that_are_shared_by_turns_are_gathered_in_order():
@@ -81,67 +81,39 @@ def test_sums_agreements_and_flags_of_several_processes():
         own = torch.tensor([1.0, float(distributed.rank)])
         summed, agreed = distributed.all_reduce(own.clone()), distributed.broadcast_(own.clone() + 5)
         distributed.wait()
-        return (
-            summed.tolist(),
-            agreed.tolist(),
-            distributed.any(distributed.rank == 2),
-            distributed.any(False),
-        )
+        assert distributed.all_reduce(own) is distributed.broadcast_(own) is own
+        return summed.tolist(), agreed.tolist(), distributed.any(distributed.rank == 2), distributed.any(False)
 
     assert in_step(3, work) == [([3.0, 3.0], [6.0, 5.0], True, False)] * 3
-
-
-def test_sums_and_agreements_are_made_in_place():
-    def work(distributed: Distributed) -> list[bool]:
-        tensor = torch.ones(2)
-        return [
-            distributed.all_reduce(tensor) is tensor,
-            distributed.broadcast_(tensor) is tensor,
-            tensor.tolist() == [2.0, 2.0],
-        ]
-
-    assert in_step(2, work) == [[True] * 3] * 2
 
 
 def test_a_process_of_its_own_exchanges_nothing(monkeypatch):
     monkeypatch.setattr(distributed_module, "dist", Silence())
     rows = torch.arange(6.0)
-    assert SINGLE.main
-    assert SINGLE.gather(rows, [torch.arange(6)]) is rows
-    assert SINGLE.gather_with_gradient(rows, [torch.arange(6)]) is rows
+    for gather in (SINGLE.gather, SINGLE.gather_with_gradient):
+        assert gather(rows, [torch.arange(6)]) is rows
     assert SINGLE.all_reduce(rows) is SINGLE.broadcast_(rows) is rows
-    assert SINGLE.any(True)
-    assert not SINGLE.any(False)
+    assert (SINGLE.main, SINGLE.any(True), SINGLE.any(False)) == (True, True, False)
     assert SINGLE.broadcast_from_main(lambda: 7) == SINGLE.raise_together(lambda: 7) == 7
     SINGLE.wait()
 
 
 def test_what_the_main_process_makes_is_in_all_of_them_and_made_once():
     made = []
-    found = in_step(
-        3,
-        lambda distributed: distributed.broadcast_from_main(
-            lambda: made.append(distributed.rank) or {"a": torch.ones(2)}
-        ),
-    )
+
+    def work(distributed: Distributed) -> Tensor:
+        return distributed.broadcast_from_main(lambda: made.append(distributed.rank) or torch.ones(2))
+
+    assert all(torch.equal(each, torch.ones(2)) for each in in_step(3, work))
     assert made == [0]
-    assert all(torch.equal(each["a"], torch.ones(2)) for each in found)
 
 
-def test_a_mistake_that_the_main_process_finds_ends_all_and_is_told_by_one():
-    def refuse() -> None:
-        raise UserError("nothing at nowhere")
-
-    def work(distributed: Distributed) -> tuple[str, bool]:
-        with pytest.raises(UserError) as caught:
-            distributed.broadcast_from_main(refuse)
-        return str(caught.value), caught.value.told
-
-    assert in_step(3, work) == [("nothing at nowhere", distributed > 0) for distributed in range(3)]
-
-
-@pytest.mark.parametrize("mistaken", [{0, 1, 2}, {1, 2}, {2}, set()], ids=str)
-def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
+@pytest.mark.parametrize(
+    ("method", "mistaken"),
+    [("broadcast_from_main", {0}), *(("raise_together", some) for some in ({0, 1, 2}, {1, 2}, {2}, set()))],
+    ids=str,
+)
+def test_a_mistake_that_a_process_finds_ends_all_and_is_reported_by_one(method, mistaken):
     def work(distributed: Distributed) -> Any:
         def open_file() -> int:
             if distributed.rank in mistaken:
@@ -149,7 +121,7 @@ def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
             return distributed.rank
 
         try:
-            return distributed.raise_together(open_file)
+            return getattr(distributed, method)(open_file)
         except UserError as error:
             return str(error), error.told
 
@@ -158,10 +130,13 @@ def test_a_mistake_that_any_process_finds_ends_all_and_is_told_by_one(mistaken):
         assert found == [0, 1, 2]
     else:
         assert [text for text, told in found if not told] == [f"nothing at node {min(mistaken)}"]
+        assert len([told for _, told in found if told]) == 2
 
 
 @pytest.mark.parametrize(("digests", "counts"), [(["a", "b", "a"], [9, 9, 9]), (["a", "a", "c"], [9, 9, 8])])
 def test_processes_that_see_other_images_are_refused_and_one_of_them_says_so(digests, counts):
+    assert in_step(3, lambda distributed: distributed.check_same_images("a", 9)) == [None] * 3
+
     def work(distributed: Distributed) -> tuple[str, bool]:
         with pytest.raises(DataError) as caught:
             distributed.check_same_images(digests[distributed.rank], counts[distributed.rank])
@@ -171,10 +146,6 @@ def test_processes_that_see_other_images_are_refused_and_one_of_them_says_so(dig
     found = in_step(3, work)
     assert all(f"process {odd}" in text and f"{counts[odd]} readable images" in text for text, _ in found)
     assert [told for _, told in found] == [False, True, True]
-
-
-def test_processes_that_see_the_same_images_go_on():
-    assert in_step(3, lambda distributed: distributed.check_same_images("a", 9)) == [None] * 3
 
 
 @pytest.fixture
@@ -199,15 +170,10 @@ def test_without_torchrun_a_process_is_alone(environment, monkeypatch, words):
         assert distributed is SINGLE
 
 
-class Joined:
-    """A script of the user's own has joined; it must stay so."""
-
-    is_initialized, get_rank, get_world_size = (staticmethod(lambda value=value: value) for value in (True, 1, 3))
-
-
 def test_a_script_that_has_joined_already_is_left_as_it_is(environment, monkeypatch):
     environment(WORLD_SIZE="3", RANK="1", LOCAL_RANK="1")
-    monkeypatch.setattr(distributed_module, "dist", Joined())
+    joined = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 1, get_world_size=lambda: 3)
+    monkeypatch.setattr(distributed_module, "dist", joined)
     with init_distributed() as distributed:
         assert distributed == Distributed(1, 3, 1)
 
@@ -215,29 +181,15 @@ def test_a_script_that_has_joined_already_is_left_as_it_is(environment, monkeypa
 def test_processes_that_do_not_find_each_other_are_told_what_to_do(environment, monkeypatch):
     environment(WORLD_SIZE="4", RANK="1")
     monkeypatch.setattr(distributed_module, "end_with_parent", lambda: None)
-
-    def lost(*_: Any, **__: Any) -> None:
-        raise ConnectionError("no answer\nmore lines")
-
-    monkeypatch.setattr(distributed_module.dist, "rendezvous", lost)
-    with (
-        pytest.raises(UserError, match=r"the 4 processes .* \(no answer\); .*torchrun.* unset WORLD_SIZE"),
-        init_distributed(),
-    ):
+    monkeypatch.setattr(distributed_module.dist, "rendezvous", Mock(side_effect=ConnectionError("no answer\nmore")))
+    message = r"the 4 processes .* \(no answer\); .*torchrun.* unset WORLD_SIZE"
+    with pytest.raises(UserError, match=message), init_distributed():
         pytest.fail("nobody is there")
 
 
-@pytest.mark.parametrize(
-    ("words", "again"),
-    [
-        ({}, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "0"}, False),
-        ({"TORCHELASTIC_RESTART_COUNT": "2"}, True),
-        ({"SLURM_RESTART_COUNT": "1"}, True),
-        ({"SLURM_RESTART_COUNT": "?"}, False),
-    ],
-    ids=str,
-)
-def test_a_command_knows_when_it_was_started_again(environment, words, again):
-    environment(**words)
-    assert was_restarted() is again
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_command_knows_when_it_was_started_again(environment, name):
+    assert not was_restarted()
+    for count, again in {"0": False, "2": True, "?": False}.items():
+        environment(**{name: count})
+        assert was_restarted() is again

@@ -76,50 +76,32 @@ def test_rows_that_are_still_in_use_are_read_although_the_cache_is_emptied(many,
     assert find_rows("key", (7, 3)) is None
 
 
-@pytest.mark.parametrize("shape", [(8, 3), (7, 2), (6, 3)])
-def test_rows_of_another_shape_are_not_taken_for_those(shape):
+def test_what_is_found_counts_as_used_and_neither_another_shape_nor_a_cut_file_is_found(cache):
     keep_rows("key", (7, 3), parts(ROWS, 7))
-    assert find_rows("key", shape) is None
-    assert find_rows("other", (7, 3)) is None
-
-
-def test_a_file_that_was_cut_is_not_taken_for_whole(cache):
-    keep_rows("key", (7, 3), parts(ROWS, 7))
-    os.truncate(cache / "features-key.npy", 40)
-    assert find_rows("key", (7, 3)) is None
-
-
-def test_what_is_found_counts_as_used(cache):
-    keep_rows("key", (7, 3), parts(ROWS, 7))
-    os.utime(cache / "features-key.npy", (1000, 1000))
+    file = cache / "features-key.npy"
+    os.utime(file, (1000, 1000))
+    for key, shape in (("key", (8, 3)), ("key", (7, 2)), ("key", (6, 3)), ("other", (7, 3))):
+        assert find_rows(key, shape) is None
+    assert file.stat().st_mtime == 1000
     find_rows("key", (7, 3))
-    assert (cache / "features-key.npy").stat().st_mtime > 1000
+    assert file.stat().st_mtime > 1000
+    os.truncate(file, 40)
+    assert find_rows("key", (7, 3)) is None
 
 
 @pytest.mark.parametrize("wish", ["given", "off"])
-def test_rows_that_nobody_will_ask_for_leave_nothing(monkeypatch, cache, wish):
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_rows_that_nobody_will_ask_for_leave_nothing(monkeypatch, cache, wish, limit):
     if wish == "off":
         monkeypatch.setenv("CDC_CACHE", "off")
-    cache.mkdir()
-    for limit in (0, 1000):
-        monkeypatch.setattr(module, "IN_MEMORY", limit)
-        kept = keep_rows(None, (7, 3), parts(ROWS, 2, 5))
-        assert torch.equal(kept, ROWS)
-        assert files(cache) == []
-    assert find_rows(None, (7, 3)) is None
+    monkeypatch.setattr(module, "IN_MEMORY", limit)
+    for key in [None, "key"] if wish == "off" and limit else [None]:
+        assert torch.equal(keep_rows(key, (7, 3), parts(ROWS, 2, 5)), ROWS)
+        assert find_rows(key, (7, 3)) is None
+    assert files(cache) == []
 
 
-def test_many_rows_that_nobody_will_ask_for_need_no_cache_folder_beforehand(many, cache):
-    assert torch.equal(keep_rows(None, (7, 3), parts(ROWS, 7)), ROWS)
-
-
-def test_without_a_cache_few_rows_are_in_memory_and_not_found_again(monkeypatch):
-    monkeypatch.setenv("CDC_CACHE", "off")
-    assert torch.equal(keep_rows("key", (7, 3), parts(ROWS, 7)), ROWS)
-    assert find_rows("key", (7, 3)) is None
-
-
-def test_a_cache_without_room_is_no_trouble_to_few_rows_and_told_of_many(monkeypatch, cache):
+def test_a_cache_without_room_is_no_trouble_to_few_rows_and_refused_to_many(monkeypatch, cache):
     monkeypatch.setenv("CDC_CACHE_GB", "0")
     assert torch.equal(keep_rows("key", (7, 3), parts(ROWS, 7)), ROWS)
     assert files(cache) == []
@@ -186,35 +168,23 @@ def test_few_rows_are_sampled_whole_and_nothing_is_drawn(randomness):
 
 
 @pytest.mark.parametrize(("clusters", "expected"), [(2, 40), (10, 50), (13, 65)])
-def test_of_many_rows_a_sample_has_at_least_so_many_a_cluster(monkeypatch, randomness, clusters, expected):
-    monkeypatch.setattr(module, "SAMPLE", 40)
-    monkeypatch.setattr(module, "SAMPLE_A_CLUSTER", 5)
-    rows = torch.arange(151.0)[:, None]
-    found, chosen = Features(rows, 151).sample(clusters, randomness)
-    assert len(chosen) == expected
-    assert chosen.tolist() == sorted(set(chosen.tolist()))
-    assert torch.equal(found, rows[chosen])
-
-
-def test_a_sample_is_the_same_for_any_number_of_processes_and_any_place_of_the_rows(monkeypatch):
+def test_a_sample_has_enough_rows_per_cluster_and_is_the_same_however_rows_are_kept(monkeypatch, clusters, expected):
     monkeypatch.setattr(module, "SAMPLE", 40)
     monkeypatch.setattr(module, "SAMPLE_A_CLUSTER", 5)
     rows = torch.arange(302.0).view(151, 2)
 
     def sample(distributed: Distributed, seed: int = 3) -> tuple[Tensor, Tensor]:
         randomness = torch.Generator().manual_seed(seed)
-        return Features(rows[distributed.own_shard(151)], 151, distributed).sample(2, randomness)
+        return Features(rows[distributed.own_shard(151)], 151, distributed).sample(clusters, randomness)
 
-    expected, chosen = sample(Distributed())
-    assert torch.equal(expected, rows[chosen])
+    found, chosen = sample(Distributed())
+    assert len(chosen) == expected
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert torch.equal(found, rows[chosen])
     assert not torch.equal(sample(Distributed(), seed=4)[1], chosen)
-    for size in (2, 3, 8):
-        for found, same in in_step(size, sample):
-            assert torch.equal(found, expected)
-            assert torch.equal(same, chosen)
-    on_disk = Features(kinds_of(rows)[1], 151).sample(2, torch.Generator().manual_seed(3))
-    assert torch.equal(on_disk[0], expected)
-    assert torch.equal(on_disk[1], chosen)
+    on_disk = Features(kinds_of(rows)[1], 151).sample(clusters, torch.Generator().manual_seed(3))
+    for others in ([on_disk], in_step(2, sample), in_step(3, sample), in_step(8, sample)):
+        assert all(torch.equal(other[0], found) and torch.equal(other[1], chosen) for other in others)
 
 
 def test_features_do_not_depend_on_order_and_come_without_gradient(tiny_backbone, digits):

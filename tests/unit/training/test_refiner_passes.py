@@ -12,25 +12,16 @@ from cdc_plugin.training import steps
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.steps import Views
-from tests.helpers.refiners import (
-    CPU,
-    make,
-    same,
-    settings,
-    tensors_of,
-    views,
-    without_batchnorm,
-)
+from tests.helpers.refiners import CPU, make, same, settings, tensors_of, views, without_batchnorm
 
 
 def passes_of(refiner: Refiner, given: Views) -> list[tuple[bool, int]]:
     """Every pass through the backbone in a batch: whether it was in training, and of how many images."""
     seen: list[tuple[bool, int]] = []
-    hook = refiner.networks.backbone.register_forward_hook(
+    refiner.networks.backbone.register_forward_hook(
         lambda module, inputs, output: seen.append((torch.is_grad_enabled(), len(inputs[0])))
     )
     refiner.train_batch(given, torch.Generator())
-    hook.remove()
     return seen
 
 
@@ -81,8 +72,10 @@ def test_images_that_are_not_trusted_are_not_missed_where_nothing_but_the_loss_s
     for name, tensor in tensors_of(full).items():
         torch.testing.assert_close(tensors_of(fast)[name], tensor, rtol=1e-4, atol=1e-5)
     mask[:] = True  # now trusted images have to wait as well
-    other = without_any_batchnorm("fast", mask).train_batch(views(count=80), torch.Generator())
-    everyone = without_any_batchnorm("full", mask).train_batch(views(count=80), torch.Generator())
+    other, everyone = (
+        without_any_batchnorm(passes, mask).train_batch(views(count=80), torch.Generator())
+        for passes in ("fast", "full")
+    )
     assert other["clustering_loss"] != pytest.approx(everyone["clustering_loss"], rel=1e-5)
     assert other["selected"] == everyone["selected"] == 1
 
@@ -152,9 +145,10 @@ def test_large_batches_are_judged_in_groups_of_whole_sub_batches(monkeypatch, at
 
 
 def test_groups_make_no_difference_to_a_network_without_batchnorm(monkeypatch):
-    whole = make(settings(sub_batch_size=6), without_batchnorm).compute_targets(views(), torch.Generator())
+    refiner = make(settings(sub_batch_size=6), without_batchnorm)
+    whole = refiner.compute_targets(views(), torch.Generator())
     monkeypatch.setattr(steps, "LARGEST_PASS", 100)
-    grouped = make(settings(sub_batch_size=6), without_batchnorm).compute_targets(views(), torch.Generator())
+    grouped = refiner.compute_targets(views(), torch.Generator())
     torch.testing.assert_close(grouped.features, whole.features)
     torch.testing.assert_close(grouped.soft, whole.soft)
     assert torch.equal(grouped.selection.mask, whole.selection.mask)

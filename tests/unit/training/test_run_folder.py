@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.training.run_folder import (
-    RESULT_FILES,
-    clear_results,
-    leave_nothing_behind,
-    prepare_folder,
-    read_state,
-    write_state,
-)
+from cdc_plugin.training import run_folder
+from cdc_plugin.training.run_folder import RESULT_FILES, clear_results, leave_nothing_behind, read_state, write_state
 from tests.helpers import ROOT
 
 
@@ -31,26 +25,30 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def prepare_folder(out, name="x", resume=False, overwrite=False):
+    return run_folder.prepare_folder(None if out is None else str(out), name, resume, overwrite)
+
+
 def test_a_new_folder_is_made_with_its_parents(tmp_path):
-    folder = prepare_folder(str(tmp_path / "a b" / "ü"), "photos", resume=False, overwrite=False)
+    folder = prepare_folder(tmp_path / "a b" / "ü")
     assert folder.is_dir()
     assert names_in(folder) == []
 
 
 def test_folders_of_runs_without_a_name_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = [str(prepare_folder(None, "my photos!", resume=False, overwrite=False)) for _ in range(3)]
+    made = [str(prepare_folder(None, "my photos!")) for _ in range(3)]
     assert made == [os.path.join("cdc-runs", f"my-photos-{number}") for number in (1, 2, 3)]
     begun(tmp_path / made[-1])
-    assert str(prepare_folder(None, "my photos!", resume=True, overwrite=False)) == made[-1]
-    assert str(prepare_folder(None, "my photos!", resume=False, overwrite=True)) == made[-1]
-    assert str(prepare_folder(None, "other", resume=False, overwrite=False)).endswith("other-1")
+    assert str(prepare_folder(None, "my photos!", resume=True)) == made[-1]
+    assert str(prepare_folder(None, "my photos!", overwrite=True)) == made[-1]
+    assert str(prepare_folder(None, "other")).endswith("other-1")
 
 
 def test_a_folder_with_anything_in_it_is_refused_and_left_alone(tmp_path):
     fill(tmp_path, "config.yaml", "thesis.tex", "a", "b")
     with pytest.raises(UserError, match=r"not empty \(a, b, config\.yaml, \.\.\.\).*resume=True.*overwrite=True"):
-        prepare_folder(str(tmp_path), "x", resume=False, overwrite=False)
+        prepare_folder(tmp_path)
     assert len(names_in(tmp_path)) == 4
 
 
@@ -58,7 +56,7 @@ def test_overwrite_removes_the_files_of_a_run_and_no_other(tmp_path):
     foreign = ["thesis.tex", ".hidden", ".config.yaml.swp", "model.safetensors.bak", "report.json.txt"]
     fill(tmp_path, *RESULT_FILES, *foreign)
     fill(tmp_path / "cache", "images")
-    prepare_folder(str(tmp_path), "x", resume=False, overwrite=True)
+    prepare_folder(tmp_path, overwrite=True)
     assert set(RESULT_FILES) <= set(names_in(tmp_path))  # the new run may still turn out to be impossible
     clear_results(tmp_path)
     assert names_in(tmp_path) == sorted([*foreign, "cache", "train.log"])
@@ -68,31 +66,28 @@ def test_overwrite_removes_the_files_of_a_run_and_no_other(tmp_path):
 def test_resume_removes_nothing_but_half_written_files(tmp_path):
     fill(tmp_path, "last.pt", "notes.txt", ".last.pt.k3_x9qzb", ".last.pt.backup", ".vimrc")
     begun(tmp_path)
-    prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
+    prepare_folder(tmp_path, resume=True)
     assert names_in(tmp_path) == sorted(["config.yaml", "last.pt", "notes.txt", ".last.pt.backup", ".vimrc"])
 
 
-def test_a_run_killed_before_its_first_state_can_be_resumed(tmp_path):
-    fill(tmp_path, "train.log", ".config.yaml.ab_d3fgh")
-    assert prepare_folder(str(tmp_path), "x", resume=True, overwrite=False) == tmp_path
-
-
-def test_a_start_that_failed_at_once_does_not_block_the_folder(tmp_path):
+def test_a_run_killed_before_its_first_state_or_that_failed_at_once_does_not_block_the_folder(tmp_path):
     fill(tmp_path, "train.log")  # all that a run with a mistyped checkpoint leaves behind
-    assert prepare_folder(str(tmp_path), "x", resume=False, overwrite=False) == tmp_path
+    assert prepare_folder(tmp_path) == tmp_path
+    fill(tmp_path, ".config.yaml.ab_d3fgh")
+    assert prepare_folder(tmp_path, resume=True) == tmp_path
 
 
 def test_resume_refuses_a_folder_that_no_run_wrote(tmp_path):
     fill(tmp_path, "thesis.tex")
     with pytest.raises(UserError, match=r"nothing to resume .* no config\.yaml"):
-        prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
+        prepare_folder(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("text", ["", "data: x\n", "data: x\nepochs: 3\nseed: 0\npreci"])
 def test_settings_that_were_cut_are_not_filled_up_with_defaults(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml is not whole .*precision.*overwrite=True"):
-        prepare_folder(str(tmp_path), "x", resume=True, overwrite=False)
+        prepare_folder(tmp_path, resume=True)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="folders cannot be locked here")
@@ -101,34 +96,29 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_it_ends_in_any
         "import sys; from cdc_plugin.training.run_folder import prepare_folder;"
         "prepare_folder(sys.argv[1], 'x', resume=False, overwrite=True); print(flush=True); sys.stdin.read()"
     )
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert other.stdout is not None
+    command, environment = [sys.executable, "-c", code, str(tmp_path)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    other = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     other.stdout.readline()
     with pytest.raises(UserError, match=r"another run is writing to .*another folder"):
-        prepare_folder(str(tmp_path), "x", resume=False, overwrite=True)
+        prepare_folder(tmp_path, overwrite=True)
     other.kill()
     other.communicate()
-    assert prepare_folder(str(tmp_path), "x", resume=False, overwrite=True) == tmp_path
+    assert prepare_folder(tmp_path, overwrite=True) == tmp_path
 
 
 def test_a_run_that_never_started_leaves_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = prepare_folder(None, "x", resume=False, overwrite=False)
+    folder = prepare_folder(None)
     leave_nothing_behind(folder)
     assert names_in(tmp_path) == []
-    fill(prepare_folder(None, "x", resume=False, overwrite=False), "config.yaml")
+    fill(prepare_folder(None), "config.yaml")
     leave_nothing_behind(folder)
     assert (folder / "config.yaml").is_file()
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path):
     with pytest.raises(UserError, match="exclude each other"):
-        prepare_folder(str(tmp_path), "x", resume=True, overwrite=True)
+        prepare_folder(tmp_path, resume=True, overwrite=True)
 
 
 @pytest.mark.parametrize("tail", [(), ("below",)])
@@ -136,7 +126,7 @@ def test_a_file_in_the_way_is_refused(tmp_path, tail):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(UserError, match="give the path of a folder"):
-        prepare_folder(str(file.joinpath(*tail)), "x", resume=False, overwrite=False)
+        prepare_folder(file.joinpath(*tail))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
@@ -144,7 +134,7 @@ def test_a_folder_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(UserError, match="cannot write"):
-            prepare_folder(str(tmp_path), "x", resume=False, overwrite=False)
+            prepare_folder(tmp_path)
     finally:
         tmp_path.chmod(0o700)
 
@@ -152,7 +142,6 @@ def test_a_folder_without_permission_is_refused(tmp_path):
 def test_a_state_reads_back_equal(tmp_path):
     write_state(tmp_path, {"epoch": 3, "weights": {"a": torch.arange(4.0)}, "history": [{"loss": 0.5}]})
     state = read_state(tmp_path)
-    assert state is not None
     assert state["epoch"] == 3
     assert torch.equal(state["weights"]["a"], torch.arange(4.0))
     assert names_in(tmp_path) == ["last.pt"]

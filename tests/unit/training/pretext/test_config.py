@@ -1,9 +1,11 @@
 import pytest
 
 from cdc_plugin.config.load import load_config, to_yaml
-from cdc_plugin.config.recipes import recipe_names
+from cdc_plugin.config.recipes import find_recipe, read_recipe, recipe_names
 from cdc_plugin.errors import UserError
 from cdc_plugin.training.pretext.config import TITLES, PretrainConfig, default_recipe, load_pretrain_config, resolve
+
+EMA_AND_QUEUE = {"mocov2": (0.99, 32_768), "byol": (0.996, None), "simsiam": (None, None)}
 
 
 @pytest.mark.parametrize("method", TITLES)
@@ -11,27 +13,24 @@ def test_the_values_of_the_paper(method):
     config = load_pretrain_config(f"paper-{method}")
     assert (config.method, config.arch, config.hidden, config.projection) == (method, "resnet34", 4096, 256)
     assert (config.epochs, config.warmup_epochs, config.batch_size, config.lr) == (1000, 50, 256, 0.5)
-    assert config.weight_decay == pytest.approx(1e-4)
-    assert config.temperature == 0.2
+    assert (config.weight_decay, config.temperature) == (pytest.approx(1e-4), 0.2)
     assert config.optimizer == ("lars" if method == "byol" else "sgd")
     resolved = resolve(config, 60_000, 32)
-    assert (resolved.ema, resolved.queue) == {
-        "mocov2": (0.99, 32_768),
-        "byol": (0.996, None),
-        "simsiam": (None, None),
-    }[method]
-    assert resolved.blur == 0  # not on CIFAR
+    assert (resolved.ema, resolved.queue) == EMA_AND_QUEUE[method]
+    assert (resolved.flip, resolved.blur) == (True, 0)  # not on CIFAR
     assert resolve(config, 13_000, 96).blur == 0.5
-    assert resolved.flip is True
 
 
 def test_there_is_a_recipe_of_each_size_for_each_method_and_one_for_the_demo():
     sizes = [f"{size}-{method}" for size in ("laptop", "paper") for method in TITLES]
     assert recipe_names("pretrain") == sorted([*sizes, "demo"])
+    assert default_recipe("byol", 49_999) == "laptop-byol"
+    assert default_recipe("mocov2", 50_000) == "paper-mocov2"
 
 
 @pytest.mark.parametrize("name", recipe_names("pretrain"))
-def test_every_recipe_can_be_resolved(name):
+def test_every_recipe_that_is_asked_for_stands_alone_and_can_be_resolved(name):
+    assert load_pretrain_config(name, None, (), lambda config: pytest.fail("not needed")) == load_pretrain_config(name)
     config = resolve(load_pretrain_config(name, {"data": "photos"}), 3_000, 64)
     unused = {"mocov2": {"predictor"}, "simsiam": {"queue", "ema", "ema_end"}, "byol": {"queue"}}[config.method]
     unknown = {key for key, value in vars(config).items() if value is None}
@@ -40,45 +39,35 @@ def test_every_recipe_can_be_resolved(name):
     assert config.queue is None or config.queue < 3_000
 
 
-def test_small_data_takes_the_laptop_recipe_and_large_data_the_papers():
-    assert default_recipe("byol", 49_999) == "laptop-byol"
-    assert default_recipe("mocov2", 50_000) == "paper-mocov2"
+@pytest.mark.parametrize(("images", "queue"), [(32_769, 32_768), (32_768, 16_384), (13_000, 6_500)])
+def test_a_queue_as_large_as_the_set_is_cut_to_half_of_it(images, queue):
+    assert resolve(load_pretrain_config("paper-mocov2"), images, 32).queue == queue
 
 
-def test_a_queue_as_large_as_the_set_is_cut_to_half_of_it():
-    config = load_pretrain_config("paper-mocov2")
-    assert resolve(config, 32_769, 32).queue == 32_768
-    assert resolve(config, 32_768, 32).queue == 16_384
-    assert resolve(config, 13_000, 224).queue == 6_500
+@pytest.mark.parametrize(("epochs", "warmup"), [(8, 2), (1, 0)])
+def test_short_runs_warm_up_for_a_quarter_at_most(epochs, warmup):
+    assert resolve(load_pretrain_config("paper-simsiam", {"epochs": epochs}), 1000, 32).warmup_epochs == warmup
 
 
-def test_short_runs_warm_up_for_a_quarter_at_most():
-    config = load_pretrain_config("paper-simsiam", {"epochs": 8})
-    assert resolve(config, 1000, 32).warmup_epochs == 2
-    assert resolve(load_pretrain_config("paper-simsiam", {"epochs": 1}), 1000, 32).warmup_epochs == 0
-
-
-def test_digits_are_not_mirrored_unless_asked_for():
-    assert resolve(load_pretrain_config(None, {"data": "digits"}), 1797, 32).flip is False
-    assert resolve(load_pretrain_config(None, {"data": "digits"}, ["flip=true"]), 1797, 32).flip is True
+@pytest.mark.parametrize(("words", "flip"), [([], False), (["flip=true"], True)])
+def test_digits_are_not_mirrored_unless_asked_for(words, flip):
+    assert resolve(load_pretrain_config(None, {"data": "digits"}, words), 1797, 32).flip is flip
 
 
 def test_words_overrule_flags_and_flags_a_file_and_a_file_what_lies_beneath(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("method: byol\nepochs: 7\nlr: 0.3\nseed: 4\n")
-    config = load_pretrain_config(file, {"epochs": 8, "seed": 5}, ["seed=6"], lambda config: 1000)
+    config = load_pretrain_config(
+        file, {"epochs": 8, "seed": 5}, ["seed=6"], lambda config: read_recipe(find_recipe("laptop-byol", "pretrain"))
+    )
     assert (config.lr, config.epochs, config.seed, config.arch) == (0.3, 8, 6, "small")
 
 
 def test_resolved_settings_are_read_back_as_they_were(tmp_path):
-    config = resolve(load_pretrain_config("laptop-mocov2", {"data": "digits"}), 1797, 32)
+    given = {"data": "digits", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    config = resolve(load_pretrain_config("laptop-mocov2", given), 1797, 32)
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    assert load_config(tmp_path / "config.yaml", schema=PretrainConfig) == config
-
-
-@pytest.mark.parametrize("name", recipe_names("pretrain"))
-def test_a_shipped_recipe_that_is_asked_for_stands_alone(name):
-    assert load_pretrain_config(name, None, (), lambda config: pytest.fail("not needed")) == load_pretrain_config(name)
+    assert vars(load_config(tmp_path / "config.yaml", schema=PretrainConfig)) == vars(config)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
 from cdc_plugin.training.pretext.loop import Pretrainer, spread
-from cdc_plugin.training.pretext.methods import METHODS, Sizes
+from cdc_plugin.training.pretext.methods import METHODS
 from cdc_plugin.training.progress import PretextProgress
 
 CPU = torch.device("cpu")
@@ -26,8 +25,7 @@ def trainer_of(config) -> Pretrainer:
         # Dropout: what is drawn inside the network must be the same in a resumed run.
         network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.Dropout(0.2), nn.AdaptiveAvgPool2d(1))
         backbone = Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8)
-        sizes = Sizes(config.hidden, config.projection, config.predictor or 0, config.queue or 0)
-        return Pretrainer(METHODS[config.method](backbone, sizes), config, CPU, 4)
+        return Pretrainer(METHODS[config.method](backbone, config), config, CPU, 4)
 
 
 def batches(epoch: int):
@@ -42,42 +40,29 @@ def fit(trainer: Pretrainer) -> list[dict[str, float]]:
     return history
 
 
-def test_spread_of_a_hand_worked_embedding():
+def test_spread_is_1_for_directions_all_around_and_0_for_one_whatever_their_length(randomness):
     # Directions (1, 0) and (0, 1): each coordinate is 1 or 0, deviation 0.5, times the square root of 2.
     assert spread(torch.tensor([[3.0, 0.0], [0.0, 0.2]])) == pytest.approx(0.5 * math.sqrt(2))
-
-
-def test_spread_is_1_for_directions_all_around_and_0_for_one(randomness):
-    assert spread(torch.randn(4000, 32, generator=randomness)) == pytest.approx(1, abs=0.01)
-    assert spread(torch.ones(50, 32) * torch.rand(50, 1, generator=randomness)) == pytest.approx(0, abs=1e-4)
-
-
-def test_spread_takes_no_notice_of_length_and_stands_a_zero_row(randomness):
-    embedding = torch.randn(30, 8, generator=randomness)
-    lengths = torch.rand(30, 1, generator=randomness) + 0.1
-    assert spread(embedding * lengths) == pytest.approx(spread(embedding), abs=1e-6)
-    embedding[0] = 0
-    assert math.isfinite(spread(embedding))
+    lengths = torch.rand(4000, 1, generator=randomness) + 0.1
+    around = torch.randn(4000, 32, generator=randomness) * lengths
+    assert spread(around) == pytest.approx(1, abs=0.01)
+    assert spread(torch.ones(4000, 32) * lengths) == pytest.approx(0, abs=1e-4)
+    around[0] = 0
+    assert math.isfinite(spread(around))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_is_taken_up_again_ends_with_the_same_weights_to_the_bit(method, tmp_path):
-    config = config_of(method)
-    whole = trainer_of(config)
+    whole, part, resumed = (trainer_of(config_of(method)) for _ in range(3))
     history = fit(whole)
-    part = trainer_of(config)
-
-    class StopError(Exception):
-        pass
 
     def stop_after_two(stats: dict[str, float]) -> None:
         if stats["epoch"] == 2:
             torch.save(part.state(), tmp_path / "state.pt")
-            raise StopError
+            raise KeyboardInterrupt
 
-    with pytest.raises(StopError):
+    with pytest.raises(KeyboardInterrupt):
         part.fit(batches, lambda stats: None, stop_after_two)
-    resumed = trainer_of(dataclasses.replace(config))
     torch.manual_seed(123)  # what else was drawn before makes no difference
     resumed.restore(torch.load(tmp_path / "state.pt", weights_only=True))
     assert fit(resumed) == history[2:]
@@ -91,11 +76,11 @@ def test_a_run_that_is_taken_up_again_ends_with_the_same_weights_to_the_bit(meth
 @pytest.mark.parametrize("method", METHODS)
 def test_training_moves_the_backbone_and_leaves_the_global_generator_alone(method):
     trainer = trainer_of(config_of(method))
-    before = trainer.task.backbone.module[0].weight.detach().clone()
+    before = trainer.task.online[0].module[0].weight.detach().clone()
     state = torch.random.get_rng_state()
     history = fit(trainer)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not torch.equal(before, trainer.task.backbone.module[0].weight)
+    assert not torch.equal(before, trainer.task.online[0].module[0].weight)
     assert [line["epoch"] for line in history] == [1, 2, 3, 4]
     assert all(math.isfinite(value) for line in history for value in line.values())
 
@@ -129,7 +114,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
 
 @pytest.mark.parametrize(("value", "epoch", "warned"), [(0.05, 3, True), (0.05, 1, False), (0.5, 3, False)])
 def test_an_epoch_with_a_collapsed_embedding_is_logged_as_a_warning(value, epoch, warned, caplog):
-    bar = PretextProgress(0, config_of("simsiam", "warmup_epochs=1"), 4)
+    bar = PretextProgress(0, 4, 4, "simsiam", warmup_epochs=1)
     with caplog.at_level("INFO", logger="cdc_plugin"):
         record = bar.after_epoch({"epoch": epoch, "loss": -0.9, "spread": value, "lr": 0.1})
     bar.close()
