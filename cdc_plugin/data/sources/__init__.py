@@ -93,7 +93,7 @@ def native_size(source: Any) -> int | None:
 
 
 def has_files(source: str | os.PathLike[str]) -> bool:
-    """Whether images have files of their own: not those of arrays, shards, tables and data sets known by name."""
+    """Return whether images have files of their own, unlike those of arrays, shards, tables and named data sets."""
     is_array = Path(source).suffix.lower() in ARRAY_FILES  # whether it exists or not
     return not is_array and find_kind(source) in ("folder", "image", None)
 
@@ -206,5 +206,5 @@ def _check_square(size: tuple[int, ...]) -> int | None:
 
 
 def _is_hugging_face(source: object) -> bool:
-    """Whether this is an object of the package ``datasets``, of whatever kind."""
+    """Return whether this is an object of the package ``datasets``, of whatever kind."""
     return "datasets" in sys.modules and type(source).__module__.split(".")[0] == "datasets"

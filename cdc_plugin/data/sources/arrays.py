@@ -185,7 +185,7 @@ def _read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a file is a .npz; its content counts, not the extension."""
+    """Return whether a file is a .npz; its content counts, not the extension."""
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
 

@@ -117,7 +117,7 @@ def _read_states(dataset: Any) -> list[str]:
 
 
 def _holds_files(value: Any) -> bool:
-    """Whether the images are in the data set itself; files it points at may change without its fingerprint."""
+    """Return whether the images are in the data set itself; files it points at may change without its fingerprint."""
     return isinstance(value, dict) and value.get("bytes") is not None
 
 

@@ -17,7 +17,7 @@ from cdc_plugin.errors import DataError
 
 
 def is_dataset(source: object) -> bool:
-    """Whether an object has a length and items by number, as map-style data sets have."""
+    """Return whether an object has a length and items by number, as map-style data sets have."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 

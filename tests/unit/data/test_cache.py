@@ -171,13 +171,13 @@ def test_a_disk_too_full_for_a_lock_is_no_obstacle_but_one_that_cannot_be_writte
 
 @pytest.mark.skipif(os.name == "nt", reason="folders have no owner there")
 def test_a_folder_for_private_files_is_the_cache_or_ones_own(folder, tmp_path_factory, monkeypatch):
-    assert cache.find_scratch_folder() == folder
+    assert cache._find_scratch_folder() == folder
     monkeypatch.setenv("CDC_CACHE", "off")
     above = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(above))
-    private = cache.find_scratch_folder()
+    private = cache._find_scratch_folder()
     assert private.parent == above
     assert private.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(os, "getuid", lambda: 123456)
     (above / "cdc-plugin-123456").mkdir()
-    assert cache.find_scratch_folder() is None
+    assert cache._find_scratch_folder() is None

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.data import ImageSource, UnreadableImageError, open_images, store
-from cdc_plugin.data.cache import remove_leftovers
-from cdc_plugin.data.store import open_rows, write_rows
+from cdc_plugin.data import cache as data_cache
+from cdc_plugin.data.cache import open_rows, remove_leftovers, write_rows
 from cdc_plugin.errors import OutputError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
@@ -252,7 +252,7 @@ def test_more_than_the_cache_may_hold_is_said_with_the_way_out(monkeypatch):
         open_images(Pictures().source, 20)
 
 
-@pytest.mark.parametrize(("module", "function"), [(os, "fsync"), (os, "replace"), (store, "_write_header")])
+@pytest.mark.parametrize(("module", "function"), [(os, "fsync"), (os, "replace"), (data_cache, "_write_header")])
 def test_a_disk_that_fills_up_leaves_no_file_behind(cache, monkeypatch, module, function):
     def fail(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
