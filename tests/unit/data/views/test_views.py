@@ -15,8 +15,7 @@ from cdc_plugin.data.views import (
     strong_view,
     weak_view,
 )
-from cdc_plugin.data.views.colour import COLOUR_OPERATIONS
-from cdc_plugin.data.views.geometry import GEOMETRIC_OPERATIONS, random_crops, warp
+from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, random_crops, warp
 from cdc_plugin.errors import UserError
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}  # views in levels from 0 to 255
