@@ -20,7 +20,7 @@ from cdc_plugin.checkpoints.load import load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
-from cdc_plugin.core.losses import calibrations, check_calibration
+from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
@@ -128,7 +128,7 @@ def collect_facts(
         backbone.mean.tolist(),
         backbone.std.tolist(),
         loaded.head_clusters,
-        calibrations.get(request.calibration).strength,
+        check_calibration(request.calibration).strength,
         processes,
     )
 

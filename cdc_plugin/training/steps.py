@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from cdc_plugin.config.resolve import ResolvedConfig, count_sub_batches
-from cdc_plugin.core.losses import calibration_loss, calibrations, pseudo_label_loss
+from cdc_plugin.core.losses import calibration_loss, check_calibration, pseudo_label_loss
 from cdc_plugin.core.selection.base import Selection
 from cdc_plugin.training.distributed import ShardPlan, plan_shards
 from cdc_plugin.training.runtime import Runtime
@@ -94,7 +94,7 @@ class Networks:
         calibration_group = {"params": list(calibration_head.parameters()), "full_lr": settings.lr_heads}
         self.calibration_optimizer = torch.optim.Adam([calibration_group], fused=fused)
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
-        self.calibration = calibrations.get(settings.calibration)
+        self.calibration = check_calibration(settings.calibration)
         self.data_parallel: nn.Module = self.backbone
         if several and any(parameter.requires_grad for parameter in self.backbone.parameters()):
             # A static graph: the same weights are used in every step, and some networks have weights without use.
