@@ -199,8 +199,7 @@ def _find_squares(source: ImageSource, side: int, path: Path) -> Squares | None:
 
 def _is_readable(source: ImageSource, index: int) -> bool:
     try:
-        if callable(source.content):
-            source.content(index)
+        source.read(index)
     except UnreadableImageError:
         return False
     return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +39,14 @@ PATHS = (
 SAVED = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})  # files that save_to_disk writes
 
 Kind = Literal["array", "named", "hub", "shards", "saved", "parquet", "folder", "image"]
+
+# Images that lie in larger files: from path and side to the source.
+PACKED: dict[Kind | None, Callable[[str, int], ImageSource]] = {
+    "hub": describe_hub_dataset,
+    "shards": describe_shards,
+    "saved": describe_saved_dataset,
+    "parquet": describe_parquet,
+}
 
 
 def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
@@ -151,9 +161,8 @@ def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.Pat
         return describe_folder(path, side)
     if kind == "image":
         return describe_files([path], side, str(path), [path.name])
-    packed = _describe_packed(kind, text, side)
-    if packed is not None:
-        return packed
+    if kind in PACKED:
+        return PACKED[kind](text, side)
     if not path.exists():
         raise DataError(
             f"nothing at {source}; expected {PATHS}, or one of the data sets {', '.join(datasets.names())}; "
@@ -164,19 +173,6 @@ def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.Pat
     )
 
 
-def _describe_packed(kind: Kind | None, source: str, side: int) -> ImageSource | None:
-    """Return a source of images that lie in larger files; None for any other kind."""
-    if kind == "hub":
-        return describe_hub_dataset(source, side)
-    if kind == "shards":
-        return describe_shards(source, side)
-    if kind == "saved":
-        return describe_saved_dataset(Path(source).expanduser(), side)
-    if kind == "parquet":
-        return describe_parquet(source, side)
-    return None
-
-
 def _native_size_of_path(source: str | os.PathLike[str]) -> int | None:
     kind, text, path = find_kind(source), os.fspath(source), Path(source).expanduser()
     if kind == "named":
@@ -185,19 +181,15 @@ def _native_size_of_path(source: str | os.PathLike[str]) -> int | None:
         return _check_square(read_image_size(path))
     if kind == "folder":
         return find_uniform_side(list_images(path), folder=str(path))
-    packed = _describe_packed(kind, text, SMALL_SIDE)
-    return find_uniform_side([path]) if packed is None else _look_at_images(packed)
+    return _look_at_images(PACKED[kind](text, SMALL_SIDE)) if kind in PACKED else find_uniform_side([path])
 
 
 def _look_at_images(source: ImageSource) -> int | None:
     """Return the side, if a few images are squares of one size; JPEGs may be seen smaller, but not as small ones."""
-    assert callable(source.content)
     sizes = set()
     for place in spread_evenly(len(source), LOOKS):
-        try:
-            sizes.add(source.content(place).size)
-        except UnreadableImageError:
-            continue
+        with contextlib.suppress(UnreadableImageError):
+            sizes.add(source.read(place).size)
     return _check_square(sizes.pop()) if len(sizes) == 1 else None
 
 

@@ -45,6 +45,10 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.names)
 
+    def read(self, index: int) -> Image.Image:
+        """Return an image of a source that has not been read yet."""
+        return self.content(index) if callable(self.content) else Image.fromarray(self.content[index])
+
     def sample(self, count: int) -> ImageSource:
         """Return at most ``count`` of the images, evenly spread."""
         if len(self) <= count:
