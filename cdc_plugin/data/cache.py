@@ -1,4 +1,4 @@
-"""Keep decoded images, features and indices in a cache folder, where later runs find them.
+"""Keep decoded images and features in a cache folder, where later runs find them.
 
 It is the folder that CDC_CACHE names, else the one that the system has for caches (``~/.cache/cdc-plugin`` or below
 XDG_CACHE_HOME on Linux); ``CDC_CACHE=off`` does without. It holds at most CDC_CACHE_GB (20) gigabytes: the least
@@ -31,7 +31,7 @@ from cdc_plugin.data.atomic import DISK_FULL, replace_atomically
 from cdc_plugin.errors import ConfigError, OutputError
 
 DEFAULT_GIGABYTES = 20.0
-KINDS = ("images", "features", "index")
+KINDS = ("images", "features")
 WRITE_BUFFER = 1 << 20  # bytes that are written at once
 
 log = logging.getLogger(__name__)
@@ -71,10 +71,10 @@ def find_cache_folder() -> Path | None:
     return None
 
 
-def find_entry(kind: str, key: str, suffix: str = "npy") -> Path | None:
+def find_entry(kind: str, key: str) -> Path | None:
     """Return the path of an entry of one of the KINDS, whether it exists or not; None if there is no cache."""
     folder = find_cache_folder()
-    return None if folder is None else folder / f"{kind}-{key}.{suffix}"
+    return None if folder is None else folder / f"{kind}-{key}.npy"
 
 
 def mark_used(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Images in arrays: in memory, in torch tensors, and in .npy and .npz files, read at once or block by block."""
+"""Describe images in arrays: in memory, in torch tensors, and in .npy and .npz files, read at once or block by block."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from cdc_plugin.data.cache import compute_digest
+from cdc_plugin.data.decode import Pixels
 from cdc_plugin.data.sources.base import ImageSource, read_state
 from cdc_plugin.errors import DataError
 
@@ -26,8 +27,6 @@ LABEL_KEYS = ("y", "labels", "targets", "label", "Y")
 LAYOUTS = "(N, H, W), (N, H, W, 1), (N, H, W, 3), (N, H, W, 4) or (N, 3, H, W)"
 FULL_DIGEST_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
 UNREADABLE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
-
-Pixels = NDArray[np.uint8]
 
 
 def describe_array(images: NDArray[Any] | torch.Tensor, labels: Any = None, description: str = "array") -> ImageSource:

@@ -1,4 +1,4 @@
-"""Images held by Python objects: a map-style torch data set, or a list of PIL images."""
+"""Describe images held by Python objects: a map-style torch data set, or a list of PIL images."""
 
 from __future__ import annotations
 

@@ -51,17 +51,17 @@ def test_the_folder_is_the_users_choice_else_the_systems(tmp_path, monkeypatch):
 def test_the_cache_can_be_switched_off(monkeypatch):
     monkeypatch.setenv("CDC_CACHE", "off")
     assert cache.find_cache_folder() is None
-    assert cache.find_entry("index", "key") is None
+    assert cache.find_entry("images", "key") is None
 
 
 def test_the_least_recently_used_entries_are_removed_and_only_as_many_as_it_takes(folder):
     keep(folder, "images-a-32.npy", 300, 300)
     keep(folder, "images-a-32.json", 50, 300)
     keep(folder, "features-b.npy", 300, 200)
-    keep(folder, "index-c.npz", 300, 100)
+    keep(folder, "images-c.npy", 300, 100)
     keep(folder, "my-thesis.tex", 900, 1000)  # not ours: neither counted nor removed
     cache.make_room(folder / "features-d.npy", 100)
-    assert names(folder) == ["features-b.npy", "index-c.npz", "my-thesis.tex"]
+    assert names(folder) == ["features-b.npy", "images-c.npy", "my-thesis.tex"]
     cache.mark_used(folder / "features-b.npy")
     cache.make_room(folder / "features-d.npy", 500)
     assert names(folder) == ["features-b.npy", "my-thesis.tex"]

@@ -12,10 +12,9 @@ from cdc_plugin.data import (
     UnreadableImageError,
     native_size,
     open_images,
-    storage_size,
     store,
 )
-from cdc_plugin.data.images import digest_image_list, survey_images
+from cdc_plugin.data.images import digest_image_list, storage_size, survey_images
 from cdc_plugin.data.sources import arrays, folder
 from cdc_plugin.data.sources.arrays import digest_array
 from cdc_plugin.errors import UserError
