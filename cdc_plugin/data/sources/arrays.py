@@ -1,4 +1,4 @@
-"""Describe images in arrays: in memory, in torch tensors, and in .npy and .npz files, read at once or block by block."""
+"""Describe images in arrays: in memory, in tensors, and in .npy and .npz files, read at once or block by block."""
 
 from __future__ import annotations
 
