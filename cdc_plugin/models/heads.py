@@ -1,4 +1,4 @@
-"""Clustering heads: the one of Sec. 3.3 and those that other methods trained."""
+"""Define clustering heads: the one of Sec. 3.3 and those that other methods trained."""
 
 from __future__ import annotations
 
@@ -125,6 +125,8 @@ def _layer(kind: str, *sizes: Any) -> nn.Module:
         return nn.Linear(*sizes)
     if kind == "batchnorm":
         return nn.BatchNorm1d(int(sizes[0]), eps=BATCHNORM_EPSILON)
-    if kind in ("relu", "normalize"):
-        return nn.ReLU(inplace=True) if kind == "relu" else Normalize()
+    if kind == "relu":
+        return nn.ReLU(inplace=True)
+    if kind == "normalize":
+        return Normalize()
     raise ValueError(f"unknown layer {kind!r}")

@@ -1,4 +1,4 @@
-"""The heads that a run starts with: from feature prototypes (Sec. 3.3) or from an older clustering model."""
+"""Build the heads that a run starts with: from feature prototypes (Sec. 3.3) or from an older clustering model."""
 
 from __future__ import annotations
 
