@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from cdc_plugin.data.decode import UnreadableImageError
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.data.stream import open_stream, read_images
@@ -88,12 +89,6 @@ def test_unreadable_images_are_told_and_the_places_of_the_others_are_right(photo
     np.testing.assert_array_equal(read_images(photos, 32, places[5:8]), squares[5:8])
     list(stream.chunks(8))
     assert len(stream.skipped) == 1  # a second pass does not count them twice
-
-
-def test_images_that_are_all_unreadable_are_refused(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"x")
-    with pytest.raises(UserError, match="none of the 1 images"):
-        list(open_stream(tmp_path, 32).chunks())
 
 
 def test_some_images_are_read_in_the_order_asked_for(tmp_path, photos, digits):
@@ -183,3 +178,48 @@ def test_an_array_file_that_is_cut_while_it_is_read_is_refused(tmp_path, digits,
     os.truncate(path, path.stat().st_size // 4)
     with pytest.raises(UserError, match="it ends early"):
         list(chunks)
+
+
+PIECES = [range(3, 9), range(9, 10), range(14, 20)]
+PLACES = [*range(3, 10), *range(14, 20)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 6, 64])
+def test_pieces_of_every_kind_of_source_are_those_of_the_whole(tmp_path, digits, write_images, size):
+    folder = write_images(tmp_path / "photos", digits[0][:20])
+    for source in (folder, *files(tmp_path, digits[0][:20]).values()):
+        stream = open_stream(source, 32)
+        chunks = list(stream.chunks(size, PIECES))
+        assert np.concatenate([chunk.places for chunk in chunks]).tolist() == PLACES
+        np.testing.assert_array_equal(np.concatenate([chunk.squares for chunk in chunks]), digits[0][PLACES])
+        assert [name for chunk in chunks for name in chunk.names] == [stream.source.names[place] for place in PLACES]
+        for chunk in chunks:
+            assert len(chunk.places) <= size
+            assert sum(chunk.places[0] in piece and chunk.places[-1] in piece for piece in PIECES) == 1
+
+
+def counting_source(images, broken: set[int], asked: list[int]) -> ImageSource:
+    def read(index: int) -> Image.Image:
+        asked.append(index)
+        if index in broken:
+            raise UnreadableImageError(f"no {index}")
+        return Image.fromarray(images[index])
+
+    return ImageSource(read, [f"{place}.png" for place in range(len(images))], None, None, "", "mine")
+
+
+def test_only_pieces_are_read_and_what_cannot_be_is_told_by_its_place_in_the_source(digits):
+    asked: list[int] = []
+    stream = open_stream(counting_source(digits[0][:20], {0, 4, 9, 19}, asked), 32)
+    chunks = list(stream.chunks(4, PIECES))
+    assert asked == PLACES
+    assert stream.unreadable == [(4, "no 4"), (9, "no 9"), (19, "no 19")]
+    assert np.concatenate([chunk.places for chunk in chunks]).tolist() == [3, 5, 6, 7, 8, 14, 15, 16, 17, 18]
+
+
+def test_pieces_without_a_readable_image_do_not_condemn_the_source(digits):
+    stream = open_stream(counting_source(digits[0][:20], set(PLACES), []), 32)
+    assert list(stream.chunks(4, PIECES)) == []
+    assert [place for place, _ in stream.unreadable] == PLACES
+    with pytest.raises(UserError, match="none of the 20 images"):
+        list(open_stream(counting_source(digits[0][:20], {*range(20)}, []), 32).chunks())
