@@ -30,7 +30,6 @@ from numpy.typing import DTypeLike, NDArray
 from cdc_plugin.data.atomic import DISK_FULL, replace_atomically
 from cdc_plugin.errors import ConfigError, OutputError
 
-DEFAULT_GIGABYTES = 20.0
 KINDS = ("images", "features")
 WRITE_BUFFER = 1 << 20  # bytes that are written at once
 
@@ -102,9 +101,6 @@ def lock_entry(path: Path) -> Iterator[None]:
     """Hold the lock of an entry while writing it; wait for the process that has it.
 
     Without a lock, on a disk too full for one, two processes do the same work twice and harm nothing.
-
-    Raises:
-        OutputError: the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,10 +126,8 @@ def lock_entry(path: Path) -> Iterator[None]:
 def make_room(path: Path, size: int) -> None:
     """Remove leftovers of killed processes, and the least recently used entries until one of ``size`` bytes fits.
 
-    It has to fit into what the cache may hold and onto the disk.
-
     Raises:
-        OutputError: it does not, whatever is removed.
+        OutputError: it fits neither into what the cache may hold nor onto the disk, whatever is removed.
     """
     limit = _read_limit()
     if size > limit:
@@ -297,7 +291,7 @@ def _warn_once(text: str) -> None:
 
 
 def _read_limit() -> int:
-    text = os.environ.get("CDC_CACHE_GB", "").strip() or str(DEFAULT_GIGABYTES)
+    text = os.environ.get("CDC_CACHE_GB", "").strip() or "20"
     try:
         size = float(text)
     except ValueError:

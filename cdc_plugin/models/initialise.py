@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, fit_prototype_head, standardize_rows
 from cdc_plugin.core.random_streams import fork_rng
-from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
+from cdc_plugin.models.heads import ClusterHead, LayeredHead
 
 RefineCenters = Callable[[Tensor], Tensor]
 
@@ -61,8 +61,8 @@ def build_prototype_heads(
     """Build two equal heads from prototypes of (N, D) features (Sec. 3.3).
 
     Args:
-        old_probs: (N, C') probabilities of the old model, if there is one: clusters take the numbers of those of
-            its clusters that they share most samples with.
+        old_probs: (N, C') of an old model: clusters take the numbers of those of its clusters that they share most
+            samples with.
         refine_centers: as in `core.prototypes.fit_prototype_head`.
     """
     weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers)
@@ -103,19 +103,14 @@ def lift_linear(linear: nn.Linear, weights: HeadWeights, features: Tensor) -> Cl
 
     Two hidden units carry a logit a as ReLU(a) - ReLU(-a). BatchNorm passes it on unchanged: it restores the
     mean and deviation of the data that it removes. The other hidden units are those of the prototypes and have no
-    effect yet, since their outgoing weights are 0.
-
-    Args:
-        weights: prototype weights for the other units.
-        features: (N, D), whose statistics BatchNorm takes.
+    effect yet, since their outgoing weights are 0. BatchNorm takes the statistics of the features (N, D).
     """
-    clusters, hidden = linear.out_features, len(weights.first)
+    clusters = linear.out_features
     bias = linear.bias if linear.bias is not None else torch.zeros(clusters, device=linear.weight.device)
     logits = features @ linear.weight.T + bias
     deviation, mean = torch.std_mean(torch.cat([logits, -logits], dim=1), dim=0, correction=0)
     variance = deviation.square().clamp_min(1e-12)
     lifted = slice(0, 2 * clusters)
-    assert 2 * clusters <= hidden
     head = _build_head(weights, linear.in_features)
     state = head.state_dict()  # its tensors are the head's own
     state["0.weight"][lifted] = torch.cat([linear.weight, -linear.weight])
@@ -148,7 +143,6 @@ def match_cluster_numbers(
 def _keep_head(head: nn.Module, weights: HeadWeights, features: Tensor) -> nn.Module:
     if isinstance(head, LayeredHead) and len(head) == 1 and isinstance(head[0], nn.Linear):
         return lift_linear(head[0].to(features.device), weights, features)
-    assert isinstance(head, (LayeredHead, CosineHead))
     return copy.deepcopy(head)
 
 

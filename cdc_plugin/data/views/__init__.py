@@ -207,9 +207,7 @@ def strong_view(
 def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
     """Merge the geometric operations of all slots into one affine map per image, (B, 3, 3).
 
-    Args:
-        drawn: (slots, B) index into ``allowed``.
-        strength: (slots, B) from 0 to 1, the place of the magnitude in its range.
+    ``drawn`` (slots, B) are indices into ``allowed``, ``strength`` (slots, B) places of magnitudes in their range.
     """
     maps = identity_maps(drawn.shape[1])
     for operations, shares in zip(drawn, strength, strict=True):
