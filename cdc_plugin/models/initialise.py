@@ -42,29 +42,18 @@ def build_initial_heads(
     generator: torch.Generator,
     refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """Build both heads on (N, D) features; ``init`` is ``prototypes``, ``keep`` or ``random``."""
+    """Build both heads on (N, D) features.
+
+    Args:
+        init: ``prototypes`` (Sec. 3.3), ``keep`` the heads of an old model, or ``random``.
+        old_probs: (N, C') of an old model: prototype clusters take the numbers of those of its clusters that they
+            share most samples with.
+        refine_centers: as in `core.prototypes.fit_prototype_head`.
+    """
     if init == "keep":
         return keep_old_heads(old_heads, features, hidden, generator, refine_centers)
     if init == "random":
         return build_random_heads(features, clusters, hidden, generator)
-    return build_prototype_heads(features, clusters, hidden, generator, old_probs, refine_centers)
-
-
-def build_prototype_heads(
-    features: Tensor,
-    clusters: int,
-    hidden: int,
-    generator: torch.Generator,
-    old_probs: NDArray[np.float32] | None = None,
-    refine_centers: RefineCenters | None = None,
-) -> InitialHeads:
-    """Build two equal heads from prototypes of (N, D) features (Sec. 3.3).
-
-    Args:
-        old_probs: (N, C') of an old model: clusters take the numbers of those of its clusters that they share most
-            samples with.
-        refine_centers: as in `core.prototypes.fit_prototype_head`.
-    """
     weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers)
     if old_probs is not None:
         assignment = _build_head(weights, features.shape[1])(features).argmax(dim=1)
