@@ -4,6 +4,7 @@ solo-learn's. Both name their weights alike.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class WideResNet(nn.Module):
         self.stages = [f"block{number}" for number in range(1, len(widths))]
         for stage, name in enumerate(self.stages):
             shape = (widths[stage], widths[stage + 1], strides[stage], activates[stage])
-            setattr(self, name, _Stage(blocks, *shape, **options))
+            setattr(self, name, _build_stage(blocks, *shape, **options))
         self.bn1 = nn.BatchNorm2d(widths[-1], options["eps"], options["momentum"])
 
     def forward(self, images: Tensor) -> Tensor:
@@ -61,16 +62,10 @@ class WideResNet(nn.Module):
         return F.leaky_relu(self.bn1(maps), SLOPE).mean(dim=(2, 3))
 
 
-class _Stage(nn.Module):
-    """Blocks of one width; a module of its own for the names of its weights."""
-
-    def __init__(self, blocks: int, inputs: int, width: int, stride: int, activates: bool, **options: Any) -> None:
-        super().__init__()
-        rest = (_Block(width, width, 1, activates, **options) for _ in range(blocks - 1))
-        self.layer = nn.Sequential(_Block(inputs, width, stride, activates, **options), *rest)
-
-    def forward(self, maps: Tensor) -> Tensor:
-        return self.layer(maps)
+def _build_stage(blocks: int, inputs: int, width: int, stride: int, activates: bool, **options: Any) -> nn.Module:
+    rest = (_Block(width, width, 1, activates, **options) for _ in range(blocks - 1))
+    layer = nn.Sequential(_Block(inputs, width, stride, activates, **options), *rest)
+    return nn.Sequential(OrderedDict(layer=layer))  # nested for the names of its weights
 
 
 class _Block(nn.Module):
