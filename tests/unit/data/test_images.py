@@ -1,5 +1,6 @@
 import os
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from cdc_plugin.data import (
     store,
 )
 from cdc_plugin.data.images import digest_image_list, survey_images
-from cdc_plugin.data.sources import arrays, folder
+from cdc_plugin.data.sources import arrays
 from cdc_plugin.data.sources.arrays import digest_array
 from cdc_plugin.errors import UserError
 
@@ -185,42 +186,35 @@ def test_one_other_image_of_a_data_set_gives_another_digest():
     assert open_images(Items(list(pixels)), 20).digest != before.digest
 
 
-def test_other_unreadable_images_give_another_digest(tmp_path, write_images, monkeypatch):
-    write_images(tmp_path, PIXELS)
-    whole, real = open_images(tmp_path, 20).digest, folder.decode_file
-    found = []
-    for lost in (1, 2):
+def test_other_unreadable_images_give_another_digest():
+    def read(lost, index):
+        if index == lost:
+            raise UnreadableImageError("gone for a moment")
+        return Image.fromarray(PIXELS[index])
 
-        def read(path, side, lost=lost):
-            if path.endswith(f"{lost}.png"):
-                raise UnreadableImageError("gone for a moment")
-            return real(path, side)
-
-        monkeypatch.setattr(folder, "decode_file", read)
-        found.append(open_images(tmp_path, 20).digest)
-    assert len({whole, *found}) == 3
+    sources = (ImageSource(partial(read, lost), list("abcdef"), None, None, "same", "") for lost in (None, 1, 2))
+    assert len({open_images(source, 20).digest for source in sources}) == 3
 
 
-@pytest.mark.parametrize("change", ["another file", "another name", "another order", "unreadable", "pixels", "copied"])
-def test_lists_of_as_many_images_differ_unless_they_are_copies(tmp_path, write_images, change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file: Image.fromarray(PIXELS[0]).save(file.rename(file.with_name("other.png"))),
+        lambda file: file.rename(file.with_name("renamed.png")),
+        lambda file: file.write_bytes(b"no image"),
+        lambda file: Image.fromarray(PIXELS[0]).save(file),
+        lambda file: None,
+    ],
+    ids=["another file", "another name", "unreadable", "pixels", "copied"],
+)
+def test_lists_of_as_many_images_differ_unless_they_are_copies(tmp_path, write_images, change, request):
     """What processes compare at the start of a run; `ImageSet.digest` differs as well, and with a copy's times."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    write_images(first, PIXELS)
-    write_images(second, PIXELS[::-1] if change == "another order" else PIXELS)
+    first, second = (write_images(tmp_path / name, PIXELS) for name in ("first", "second"))
     for file in first.iterdir():
         os.utime(file, (1, 1))
-    victim = sorted(second.iterdir())[3]
-    if change == "another file":
-        victim.unlink()
-        Image.fromarray(PIXELS[0]).save(second / "other.png")
-    elif change == "another name":
-        victim.rename(second / "renamed.png")
-    elif change == "unreadable":
-        victim.write_bytes(b"no image")
-    elif change == "pixels":
-        Image.fromarray(PIXELS[0]).save(victim)
+    change(sorted(second.iterdir())[3])
     one, other = open_images(first, 20), open_images(second, 20)
-    assert (digest_image_list(one) == digest_image_list(other)) == (change == "copied")
+    assert (digest_image_list(one) == digest_image_list(other)) == ("copied" in request.node.name)
     assert one.digest != other.digest
 
 

@@ -137,13 +137,9 @@ def test_large_sets_are_kept_on_disk_and_used_again(cache):
     assert (open_images(pictures.source, 20).images[:] == PIXELS).all()
 
 
-def test_a_folder_of_ones_own_wins(tmp_path, cache):
+def test_small_sets_stay_in_memory_and_a_folder_of_ones_own_wins(tmp_path, cache, monkeypatch):
     open_images(Pictures().source, 20, cache=tmp_path / "deep" / "own")
     assert names(tmp_path / "deep" / "own") == ["images-digest-20.json", "images-digest-20.npy"]
-    assert not cache.exists()
-
-
-def test_small_sets_stay_in_memory(cache, monkeypatch):
     monkeypatch.setattr(store, "MEMORY_LIMIT", 10**6)
     assert not isinstance(open_images(Pictures().source, 20).images, np.memmap)
     assert not cache.exists()
@@ -251,26 +247,6 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
         open_images(Pictures().source, 20, cache=tmp_path / "file")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
-def test_images_stay_readable_when_another_run_takes_their_room(cache):
-    images = open_images(Pictures().source, 20)
-    shutil.rmtree(cache)
-    assert (images.images[[5, 0]] == PIXELS[[5, 0]]).all()
-
-
-def test_a_file_that_vanishes_while_reading_is_skipped_with_a_reason(tmp_path):
-    for number, pixels in enumerate(PIXELS):
-        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-
-    def watch(steps, total, description):
-        (tmp_path / "5.png").unlink()
-        return steps
-
-    images = open_images(tmp_path, 20, progress=watch)
-    assert images.names == [f"{number}.png" for number in range(5)]
-    assert "FileNotFoundError" in dict(images.skipped)["5.png"]
-
-
 def _open_slowly(reads, answers):
     def read(index):
         time.sleep(0.03)
@@ -289,7 +265,7 @@ def test_of_several_processes_one_reads_and_the_others_wait():
     for process in started:
         process.start()
     assert [answers.get(timeout=60) for _ in started] == [True] * 3
+    assert sorted(reads.get(timeout=60) for _ in range(6)) == [*range(6)]
     for process in started:
         process.join()
-    assert sorted(reads.get(timeout=60) for _ in range(6)) == [*range(6)]
     assert reads.empty()

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.data import native_size, open_images
-from cdc_plugin.data.stream import open_stream
 from cdc_plugin.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -106,13 +105,6 @@ def test_where_parquet_files_lie_deeper_their_folder_is_asked_for(tmp_path):
     pictures().to_parquet(tmp_path / "data" / "a.parquet")
     with pytest.raises(UserError, match=r"the folder it lies in"):
         open_images(tmp_path)
-
-
-def test_a_stream_reads_them_too(tmp_path):
-    pictures().save_to_disk(tmp_path / "saved")
-    for source in (pictures(), tmp_path / "saved"):
-        chunks = list(open_stream(source, 16).chunks(4))
-        assert (np.concatenate([chunk.squares for chunk in chunks]) == PIXELS).all()
 
 
 def test_rows_without_a_readable_image_are_skipped_with_a_reason(tmp_path):
