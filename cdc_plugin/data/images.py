@@ -15,7 +15,7 @@ from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import Pixels
 from cdc_plugin.data.sources import describe_source, native_size
 from cdc_plugin.data.sources.arrays import digest_array
-from cdc_plugin.data.sources.base import UNLABELLED, ImageSource, spread_evenly
+from cdc_plugin.data.sources.base import UNLABELLED, spread_evenly
 from cdc_plugin.data.store import Progress, Skipped, check_readable, read_once, read_squares
 from cdc_plugin.data.views import SMALL_SIDE, storage_size
 from cdc_plugin.errors import ConfigError
@@ -151,6 +151,9 @@ def open_images(
         kept_labels = None if kept_labels is None else kept_labels[readable]
     if kept_labels is not None and (kept_labels == UNLABELLED).any():
         kept_labels = None
+    # It differs if others of the same images could not be read.
+    parts = [] if described.exact else [digest_array(pixels)]
+    parts += [str(index) for index, _ in skipped]
     return ImageSet(
         images=pixels,
         names=names,
@@ -158,7 +161,7 @@ def open_images(
         class_names=described.class_names if kept_labels is not None else None,
         skipped=[(described.names[index], reason) for index, reason in skipped],
         source=described.description,
-        digest=_digest(described, pixels, skipped),
+        digest=compute_digest([described.digest, *parts]) if parts else described.digest,
     )
 
 
@@ -178,10 +181,3 @@ def digest_image_list(images: ImageSet, looks: int = 64) -> str:
     sample = images.images[spread_evenly(len(images), looks)]
     skipped = [name for name, _ in images.skipped]
     return compute_digest([str(images.images.shape), digest_array(sample), str(len(skipped)), *skipped, *images.names])
-
-
-def _digest(described: ImageSource, pixels: Pixels, skipped: Skipped) -> str:
-    """Return the digest of the images that were read: it differs if others of the same files could not be."""
-    parts = [] if described.exact else [digest_array(pixels)]
-    parts += [str(index) for index, _ in skipped]
-    return compute_digest([described.digest, *parts]) if parts else described.digest

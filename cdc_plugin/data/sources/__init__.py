@@ -25,7 +25,7 @@ from cdc_plugin.data.sources.hugging_face import (
     describe_saved_dataset,
 )
 from cdc_plugin.data.sources.named import datasets, find_data_root
-from cdc_plugin.data.sources.objects import describe_dataset, describe_image_list, is_dataset, read_item_size
+from cdc_plugin.data.sources.objects import describe_dataset, is_dataset, read_item_size
 from cdc_plugin.data.sources.shards import COMPRESSED, describe_shards
 from cdc_plugin.data.views import SMALL_SIDE
 from cdc_plugin.errors import DataError
@@ -69,11 +69,11 @@ def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None)
         if all(isinstance(entry, str | os.PathLike) for entry in source):
             return describe_files(source, side, f"{len(source)} files")
         if all(isinstance(entry, Image.Image) for entry in source):
-            return describe_image_list(source)
+            return describe_dataset(source, f"{len(source)} images")
     if _is_hugging_face(source):
         return describe_hugging_face(source, side)
     if is_dataset(source) and not isinstance(source, dict):
-        return describe_dataset(source)
+        return describe_dataset(source, type(source).__name__)
     raise DataError(
         f"expected {PATHS}, the name of a data set, an array or tensor, a list of paths or images, or a data set "
         f"with __len__ and __getitem__; found {type(source).__name__}"
