@@ -1,4 +1,4 @@
-"""Open images from any source as one square uint8 array, data sets by name, and the three views of a sample."""
+"""Open images from any source as one square uint8 array, data sets by name, and make the views of a sample."""
 
 from cdc_plugin.data.decode import UnreadableImageError
 from cdc_plugin.data.images import ImageSet, native_size, open_images
