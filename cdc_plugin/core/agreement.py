@@ -1,4 +1,4 @@
-"""Label-free measures of an assignment to clusters: agreement with another one, neighbours, separation."""
+"""Measure an assignment to clusters without labels: agreement with another one, neighbours, separation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ def nearest_neighbours(features: Tensor, count: int) -> Tensor:
 
     >>> nearest_neighbours(torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]]), 1).tolist()
     [[1], [0], [1]]
-
-    Args:
-        features: (N, D), of any length.
     """
     if len(features) < 2:
         raise DataError(f"neighbours need at least 2 images; found {len(features)}: add images")
@@ -53,11 +50,8 @@ def nearest_neighbours(features: Tensor, count: int) -> Tensor:
 def separation(features: Tensor, halves: Tensor) -> float:
     """Return the distance of the means of two groups over the sum of their spreads, along the line of the means.
 
-    A round group cut in two through its middle has 1.3, two groups that do not touch have 3 and more.
-
-    Args:
-        features: (N, D).
-        halves: (N,) bool, which group each row belongs to.
+    A round group cut in two through its middle has 1.3, two groups that do not touch have 3 and more. ``halves`` (N,)
+    is True for rows of features (N, D) that belong to the first group.
     """
     first, second = features[halves], features[~halves]
     if len(first) < 2 or len(second) < 2:

@@ -1,4 +1,4 @@
-"""The losses of both heads (Eqs. 1-3 and 5), and the ways to calibrate that CDC is compared with (Sec. 4.2)."""
+"""Compute the losses of both heads (Eqs. 1-3 and 5), and of calibrations that CDC is compared with (Sec. 4.2)."""
 
 from __future__ import annotations
 
@@ -95,14 +95,9 @@ def check_calibration(name: str, strength: float | None = None) -> Calibration:
     return calibration
 
 
-def mini_cluster_loss(logits: Tensor, targets: Tensor, strength: float) -> Tensor:
-    """Return L_cal (Eq. 1): the penalty lies in the targets, so ``strength`` changes nothing."""
-    return soft_target_loss(logits, targets)
-
-
 def plain_loss(logits: Tensor, targets: Tensor, strength: float) -> Tensor:
-    """Return the cross-entropy with the unchanged pseudo-labels: no penalty, whatever the ``strength``."""
-    return F.cross_entropy(logits, targets)
+    """Return L_cal (Eq. 1) at any ``strength``: CDC's penalty lies in the targets, and hard targets have none."""
+    return soft_target_loss(logits, targets)
 
 
 def label_smoothing_loss(logits: Tensor, targets: Tensor, strength: float) -> Tensor:
@@ -131,7 +126,7 @@ def l1_loss(logits: Tensor, targets: Tensor, strength: float) -> Tensor:
 calibrations: Registry[Calibration] = Registry(
     "calibration",
     {
-        "mini-clusters": Calibration(mini_cluster_loss, strength=0.0, regional=True),
+        "mini-clusters": Calibration(plain_loss, strength=0.0, regional=True),
         "label-smoothing": Calibration(label_smoothing_loss, strength=0.1, regional=False, strongest=1.0),
         "focal": Calibration(focal_loss, strength=3.0, regional=False),
         "l1": Calibration(l1_loss, strength=0.01, regional=False),

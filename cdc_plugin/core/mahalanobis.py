@@ -1,4 +1,4 @@
-"""Distance of an image from everything that a model was refined on, by its features and without labels.
+"""Measure how far an image is from everything that a model was refined on, by its features and without labels.
 
 Softmax divides its hundred per cent among the clusters whatever the image shows; the distance of the features to the
 nearest cluster is not bound in this way. It is the Mahalanobis distance with one covariance for all clusters (Lee et

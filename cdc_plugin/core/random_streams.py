@@ -1,4 +1,4 @@
-"""Independent random streams by purpose, so that none depends on what ran before."""
+"""Draw independent random streams by purpose, so that none depends on what ran before."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 2, 3, 
 def generator(*parts: int) -> torch.Generator:
     """Build a CPU generator that depends on these numbers only, for instance (seed, purpose, epoch).
 
-    Order and augmentation of an epoch then do not depend on what ran before, so that a resumed run equals an
-    undisturbed one.
+    A resumed run then equals an undisturbed one.
 
     >>> draws = [int(torch.randint(1000, (), generator=generator(0, TRAINING, epoch))) for epoch in (0, 1, 0)]
     >>> draws[0] == draws[2] != draws[1]

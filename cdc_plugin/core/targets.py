@@ -1,4 +1,4 @@
-"""Targets of the calibration head: mean predictions of mini-clusters (Sec. 3.1), or hard pseudo-labels."""
+"""Compute targets of the calibration head: mean predictions of mini-clusters (Sec. 3.1), or hard pseudo-labels."""
 
 from __future__ import annotations
 

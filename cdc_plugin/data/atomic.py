@@ -26,8 +26,24 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     ...     os.listdir(folder)
     ['notes.txt']
     """
-    with _explain_disk_errors(path), replace_atomically(path) as temporary:
-        write(temporary)
+    advice = (
+        "what was written before is whole: free some space and run again, cdc-refine and cdc-pretrain with --resume"
+    )
+    try:
+        with replace_atomically(path) as temporary:
+            write(temporary)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise OutputError(f"no space left while writing {path}; {advice}") from error
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    except Exception as error:
+        # The writers of torch and safetensors report a full disk in words of their own.
+        is_theirs = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+        words = ("write", "file", "i/o error", "iostream", "unexpected pos")
+        if is_theirs and any(word in str(error).lower() for word in words):
+            reason = str(error).splitlines()[0][:150]
+            raise OutputError(f"cannot write {path} (disk full? {reason}); {advice}") from error
+        raise
 
 
 @contextlib.contextmanager
@@ -47,27 +63,6 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _explain_disk_errors(path: Path) -> Iterator[None]:
-    advice = (
-        "what was written before is whole: free some space and run again, cdc-refine and cdc-pretrain with --resume"
-    )
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise OutputError(f"no space left while writing {path}; {advice}") from error
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-    except Exception as error:
-        # The writers of torch and safetensors report a full disk in words of their own.
-        is_theirs = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
-        words = ("write", "file", "i/o error", "iostream", "unexpected pos")
-        if is_theirs and any(word in str(error).lower() for word in words):
-            reason = str(error).splitlines()[0][:150]
-            raise OutputError(f"cannot write {path} (disk full? {reason}); {advice}") from error
-        raise
 
 
 def write_text(path: Path, text: str) -> None:

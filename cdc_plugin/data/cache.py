@@ -1,9 +1,9 @@
-"""Keep decoded images, features and indices in a cache folder, where later runs find them.
+"""Keep decoded images and features in a cache folder, where later runs find them.
 
 It is the folder that CDC_CACHE names, else the one that the system has for caches (``~/.cache/cdc-plugin`` or below
 XDG_CACHE_HOME on Linux); ``CDC_CACHE=off`` does without. It holds at most CDC_CACHE_GB (20) gigabytes: the least
 recently used entries are removed first. All entries are complete or absent, and may be removed at any time: processes
-that use one have it open.
+that use one have it open. Rows are mapped into memory, so that the system decides which of them stay there.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ import math
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import platformdirs
 from filelock import FileLock, Timeout
+from numpy.lib import format as npy_format
+from numpy.typing import DTypeLike, NDArray
 
-from cdc_plugin.data.atomic import DISK_FULL
+from cdc_plugin.data.atomic import DISK_FULL, replace_atomically
 from cdc_plugin.errors import ConfigError, OutputError
 
-DEFAULT_GIGABYTES = 20.0
-KINDS = ("images", "features", "index")
+KINDS = ("images", "features")
+WRITE_BUFFER = 1 << 20  # bytes that are written at once
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,31 +70,10 @@ def find_cache_folder() -> Path | None:
     return None
 
 
-def find_scratch_folder() -> Path | None:
-    """Return a folder for large files of this process alone: the cache, else one of the system; None without both.
-
-    Such files are unlinked while they are in use. Leftovers of killed processes are removed now.
-    """
-    folder = find_cache_folder()
-    try:
-        if folder is None:
-            user = os.getuid() if hasattr(os, "getuid") else 0
-            folder = Path(tempfile.gettempdir()) / f"cdc-plugin-{user}"
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if hasattr(os, "getuid") and folder.stat().st_uid != user:
-                return None  # somebody else could change what is in it
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-    except OSError:
-        return None
-    return folder
-
-
-def find_entry(kind: str, key: str, suffix: str = "npy") -> Path | None:
+def find_entry(kind: str, key: str) -> Path | None:
     """Return the path of an entry of one of the KINDS, whether it exists or not; None if there is no cache."""
-    assert kind in KINDS
     folder = find_cache_folder()
-    return None if folder is None else folder / f"{kind}-{key}.{suffix}"
+    return None if folder is None else folder / f"{kind}-{key}.npy"
 
 
 def mark_used(path: Path) -> None:
@@ -102,11 +85,7 @@ def mark_used(path: Path) -> None:
 
 
 def find_or_make(path: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
-    """Return what ``find`` returns; where that is None, one process calls ``make`` and the others wait for it.
-
-    Args:
-        path: of the entry.
-    """
+    """Return the entry that ``find`` returns; where it is None, one process calls ``make`` and the others wait."""
     entry = find()
     if entry is None:
         with lock_entry(path):
@@ -119,16 +98,13 @@ def find_or_make(path: Path, find: Callable[[], T | None], make: Callable[[], T]
 
 @contextlib.contextmanager
 def lock_entry(path: Path) -> Iterator[None]:
-    """Hold the lock of an entry, which whoever writes one does; waits for the process that has it.
+    """Hold the lock of an entry while writing it; wait for the process that has it.
 
     Without a lock, on a disk too full for one, two processes do the same work twice and harm nothing.
-
-    Raises:
-        OutputError: the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(_lock_path(path))
+        lock = FileLock(path.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -136,7 +112,7 @@ def lock_entry(path: Path) -> Iterator[None]:
             lock.acquire()
     except OSError as error:
         if error.errno not in DISK_FULL:
-            raise explain_disk_error(error, path) from error
+            raise _explain_disk_error(error, path) from error
         log.debug("no lock (%s)", error)
         yield
         return
@@ -150,10 +126,8 @@ def lock_entry(path: Path) -> Iterator[None]:
 def make_room(path: Path, size: int) -> None:
     """Remove leftovers of killed processes, and the least recently used entries until one of ``size`` bytes fits.
 
-    It has to fit into what the cache may hold and onto the disk.
-
     Raises:
-        OutputError: it does not, whatever is removed.
+        OutputError: it fits neither into what the cache may hold nor onto the disk, whatever is removed.
     """
     limit = _read_limit()
     if size > limit:
@@ -167,11 +141,11 @@ def make_room(path: Path, size: int) -> None:
         remove_leftovers(path.parent)
         free = shutil.disk_usage(path.parent).free
     except OSError as error:
-        raise explain_disk_error(error, path, size) from error
+        raise _explain_disk_error(error, path, size) from error
     entries, total = _list_entries(path.parent)
     entries.pop(path.stem, None)
     if size > free + sum(weight for _, weight, _ in entries.values()):
-        raise explain_no_room(path, size, free)  # before anything is removed in vain
+        raise _explain_no_room(path, size, free)  # before anything is removed in vain
     for _, weight, files in sorted(entries.values(), key=lambda entry: entry[0]):
         if total + size <= limit and size <= free:
             break
@@ -190,31 +164,82 @@ def remove_leftovers(folder: Path) -> None:
     leftovers = (file.name for file in folder.iterdir() if _is_ours(file.name) and not _is_entry(file.name))
     # From .NAME.npy.xxxxxxxx or NAME.lock to NAME.
     for name in {leftover.removeprefix(".").split(".")[0] for leftover in leftovers}:
-        lock = FileLock(_lock_path(folder / name))
+        lock = FileLock(folder / f"{name}.lock")
         with contextlib.suppress(Timeout, OSError):  # in use, or somebody else's
             lock.acquire(timeout=0)
             _remove_temporary_files(folder / name)
             _release(lock)
 
 
-def explain_disk_error(error: OSError, path: Path, needed: int = 0) -> OutputError:
-    """Return an error that says why a file cannot be written, and what to do about it.
+def open_rows(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any] | None:
+    """Map the rows that `write_rows` wrote; None if they are absent, cut, or of another shape or type.
+
+    The map is copy-on-write: torch takes it without a warning, and the file never changes.
+    """
+    try:
+        rows = np.load(path, mmap_mode="c", allow_pickle=False)
+        if (rows.shape, rows.dtype) == (shape, np.dtype(dtype)):
+            return rows
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, EOFError) as error:
+        log.debug("%s: %s", path, error)
+    log.warning("%s is cut or holds something else; it is made again", path)
+    return None
+
+
+def write_rows(path: Path, parts: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Write parts of an array one after another to a .npy file, complete or not at all, and return it mapped.
+
+    They are written, not put into a map: a full disk then raises an error, where a map would end the process.
 
     Args:
-        needed: bytes that the file takes; 0 where that is not the point.
+        shape: of the whole array; there may turn out to be fewer rows.
+
+    Raises:
+        OutputError: the disk is full, or the folder cannot be written.
     """
-    if error.errno in DISK_FULL:
-        return explain_no_room(path, needed, 0)
-    return OutputError(f"{path} cannot be written ({error.strerror or error}); name another cache folder by CDC_CACHE")
+    size = _count_bytes(shape, dtype)
+    count = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        if free < size:
+            raise _explain_no_room(path, size, free)
+        with replace_atomically(path) as temporary, open(temporary, "wb", buffering=WRITE_BUFFER) as file:
+            _write_header(file, shape, dtype)
+            for part in parts:
+                if part.shape[1:] != shape[1:]:
+                    raise ValueError(f"expected rows of shape {shape[1:]}, found {part.shape[1:]}")
+                file.write(np.ascontiguousarray(part, dtype).data)
+                count += len(part)
+            file.seek(0)
+            _write_header(file, (count, *shape[1:]), dtype)
+        return np.load(path, mmap_mode="c", allow_pickle=False)
+    except OSError as error:
+        raise _explain_disk_error(error, path) from error
 
 
-def explain_no_room(path: Path, needed: int, free: int) -> OutputError:
-    """Return an error that says how much room is missing, and where to find some."""
-    takes = f"{path.name} takes {format_bytes(needed)}" if needed else f"no space is left for {path.name}"
-    return OutputError(
-        f"{takes} in {path.parent}, and {format_bytes(free)} are free there; make room, name a cache folder on another "
-        "disk by CDC_CACHE, or choose a smaller input size"
-    )
+def write_private_rows(
+    kind: str, parts: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: DTypeLike
+) -> NDArray[Any] | None:
+    """Write rows as `write_rows` does, to a file that nobody else finds and that goes with this process.
+
+    It lies in the cache, else in a folder of the system. Where neither has room, nothing is written and None returned.
+    """
+    folder, size = _find_scratch_folder(), _count_bytes(shape, dtype)
+    if folder is None:
+        return None
+    path = folder / f"{kind}-{uuid.uuid4().hex[:16]}.npy"
+    if folder == find_cache_folder():
+        make_room(path, size)
+    elif shutil.disk_usage(folder).free < size:
+        return None
+    with lock_entry(path):
+        rows = write_rows(path, parts, shape, dtype)
+        with contextlib.suppress(OSError):  # Windows keeps it until the cache is full
+            path.unlink()
+    return rows
 
 
 def format_bytes(size: int) -> str:
@@ -229,13 +254,44 @@ def format_bytes(size: int) -> str:
     return f"{size} bytes"
 
 
+def _find_scratch_folder() -> Path | None:
+    """Return the cache, else a folder of this user among the temporary ones; None without both."""
+    folder = find_cache_folder()
+    try:
+        if folder is None:
+            user = os.getuid() if hasattr(os, "getuid") else 0
+            folder = Path(tempfile.gettempdir()) / f"cdc-plugin-{user}"
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if hasattr(os, "getuid") and folder.stat().st_uid != user:
+                return None  # somebody else could change what is in it
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+    except OSError:
+        return None
+    return folder
+
+
+def _explain_disk_error(error: OSError, path: Path, needed: int = 0) -> OutputError:
+    if error.errno in DISK_FULL:
+        return _explain_no_room(path, needed, 0)
+    return OutputError(f"{path} cannot be written ({error.strerror or error}); name another cache folder by CDC_CACHE")
+
+
+def _explain_no_room(path: Path, needed: int, free: int) -> OutputError:
+    takes = f"{path.name} takes {format_bytes(needed)}" if needed else f"no space is left for {path.name}"
+    return OutputError(
+        f"{takes} in {path.parent}, and {format_bytes(free)} are free there; make room, name a cache folder on another "
+        "disk by CDC_CACHE, or choose a smaller input size"
+    )
+
+
 @functools.cache
 def _warn_once(text: str) -> None:
     log.warning(text)
 
 
 def _read_limit() -> int:
-    text = os.environ.get("CDC_CACHE_GB", "").strip() or str(DEFAULT_GIGABYTES)
+    text = os.environ.get("CDC_CACHE_GB", "").strip() or "20"
     try:
         size = float(text)
     except ValueError:
@@ -246,10 +302,7 @@ def _read_limit() -> int:
 
 
 def _list_entries(folder: Path) -> tuple[dict[str, tuple[float, int, list[Path]]], int]:
-    """Return time of last use, bytes and files of every entry, and the bytes of all with those being written.
-
-    Images and the notes beside them are one entry.
-    """
+    """Return last use, bytes and files of every entry, images with their notes, and the bytes of all files."""
     entries: dict[str, tuple[float, int, list[Path]]] = {}
     total = 0
     for file in folder.iterdir():
@@ -267,16 +320,12 @@ def _list_entries(folder: Path) -> tuple[dict[str, tuple[float, int, list[Path]]
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file is of this cache; nothing else is ever removed: the user may have named a folder with others."""
+    # Nothing else is ever removed: the user may have named a folder with other files.
     return name.removeprefix(".").startswith(tuple(f"{kind}-" for kind in KINDS))
 
 
 def _is_entry(name: str) -> bool:
     return not name.startswith(".") and not name.endswith(".lock")
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_suffix(".lock")
 
 
 def _release(lock: FileLock) -> None:
@@ -287,7 +336,17 @@ def _release(lock: FileLock) -> None:
 
 
 def _remove_temporary_files(path: Path) -> None:
-    """Remove what killed processes left of an entry; see `replace_atomically` for the names."""
+    # The names that `replace_atomically` gives.
     for file in path.parent.glob(f".{path.stem}.*"):
         with contextlib.suppress(OSError):
             file.unlink()
+
+
+def _count_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _write_header(file: Any, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+    # NumPy leaves space in it, so that it is as long for any number of rows.
+    header = {"descr": npy_format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    npy_format.write_array_header_1_0(file, header)

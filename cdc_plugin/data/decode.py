@@ -33,27 +33,20 @@ def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
     Raises:
         UnreadableImageError: gone, empty, damaged, far too large or of an unknown format.
     """
-    name = os.path.basename(path)
     try:
         with open(path, "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size <= READ_WHOLE:
-                return _decode(io.BytesIO(file.readall()), side)
+                return decode_bytes(file.readall(), side)
         with open(path, "rb") as file:
             return _decode(file, side)
-    except UnreadableImageError:
-        raise
-    except Exception as error:  # damaged files make the decoders raise nearly every kind of error
-        raise UnreadableImageError(_explain(error).replace(os.fspath(path), name)) from error
+    except OSError as error:
+        reason = str(error).replace(os.fspath(path), os.path.basename(path))
+        raise UnreadableImageError(f"{type(error).__name__}: {reason}") from error
 
 
 def decode_bytes(content: bytes, side: int) -> Image.Image:
     """Return the first frame of an image as RGB, upright, from the bytes of its file."""
-    try:
-        return _decode(io.BytesIO(content), side)
-    except UnreadableImageError:
-        raise
-    except Exception as error:
-        raise UnreadableImageError(_explain(error)) from error
+    return _decode(io.BytesIO(content), side)
 
 
 def square_from_pil(image: Image.Image, side: int) -> Pixels:
@@ -86,18 +79,19 @@ def _decode(file: BinaryIO, side: int) -> Image.Image:
     if file.seek(0, io.SEEK_END) == 0:
         raise UnreadableImageError("the file is empty")
     file.seek(0)
-    with Image.open(file) as image:
-        image.draft(None, (2 * side, 2 * side))
-        image.load()
-        return to_rgb(_turn_upright(image))
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, Image.DecompressionBombError):
-        return f"too many pixels to decode safely ({error})"
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "UnidentifiedImageError: cannot identify image file"  # its own text names the stream, not the file
-    return f"{type(error).__name__}: {error}"
+    try:
+        with Image.open(file) as image:
+            image.draft(None, (2 * side, 2 * side))
+            image.load()
+            return to_rgb(_turn_upright(image))
+    except UnreadableImageError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise UnreadableImageError(f"too many pixels to decode safely ({error})") from error
+    except Image.UnidentifiedImageError as error:  # its own text names the stream, not the file
+        raise UnreadableImageError("UnidentifiedImageError: cannot identify image file") from error
+    except Exception as error:  # damaged files make the decoders raise nearly every kind of error
+        raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -15,25 +15,10 @@ from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import Pixels
 from cdc_plugin.data.sources import describe_source, native_size
 from cdc_plugin.data.sources.arrays import digest_array
-from cdc_plugin.data.sources.base import UNLABELLED, ImageSource, spread_evenly
-from cdc_plugin.data.store import CHUNK, Progress, Skipped, read_once, read_squares
+from cdc_plugin.data.sources.base import UNLABELLED, spread_evenly
+from cdc_plugin.data.store import Progress, Skipped, check_readable, read_once, read_squares
 from cdc_plugin.data.views import SMALL_SIDE, storage_size
-from cdc_plugin.errors import ConfigError, DataError
-
-__all__ = [
-    "CHUNK",
-    "ImageSet",
-    "Progress",
-    "Skipped",
-    "Survey",
-    "describe_source",
-    "digest_image_list",
-    "native_size",
-    "open_images",
-    "read_squares",
-    "storage_size",
-    "survey_images",
-]
+from cdc_plugin.errors import ConfigError
 
 DEFAULT_SIZE = 224
 
@@ -50,6 +35,7 @@ class ImageSet:
         source: what the images were opened from.
         digest: short hash that changes when the source changes: with the content of arrays, with name, size and time
             of change of files, and with which images could not be read.
+        count: N, the same as ``len(images)``.
     """
 
     images: Pixels
@@ -59,14 +45,17 @@ class ImageSet:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     source: str = ""
     digest: str = ""
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", len(self.images))
 
     def __len__(self) -> int:
-        return len(self.images)
+        return self.count
 
     def batch(self, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Return the images at these indices as uint8 (B, 3, S, S), a copy."""
-        rows = self.images[np.asarray(indices)]
-        return torch.from_numpy(np.asarray(rows)).permute(0, 3, 1, 2)
+        return torch.from_numpy(np.asarray(self.images[np.asarray(indices)])).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -105,12 +94,9 @@ def survey_images(
     described = describe_source(source, side, root)
     sample = described.sample(looks)
     skipped: Skipped = []
-    try:
-        for _ in read_squares(sample, side, skipped, None):
-            pass
-    except DataError:
-        if len(sample) == len(described) or len(skipped) < len(sample):
-            raise  # but that none of some images can be read does not condemn the source
+    for _ in read_squares(sample, side, skipped):
+        pass
+    check_readable(described, skipped)  # that none of some images can be read does not condemn the source
     unreadable = [(sample.names[index], reason) for index, reason in skipped]
     has_labels = labels and described.labels is not None and not (described.labels == UNLABELLED).all()
     return Survey(len(described), has_labels, described.description, len(sample), unreadable)
@@ -148,13 +134,15 @@ def open_images(
         progress: wraps an iterable, given its length and a description, to show how far it is.
         limit: read at most so many images, evenly spread over the source.
     """
-    size = _default_size(source) if input_size is None else input_size
+    size = input_size
+    if size is None:
+        native = native_size(source)
+        size = native if native is not None and native <= SMALL_SIDE else DEFAULT_SIZE
     if size < 8:
         raise ConfigError(f"the input size is at least 8 pixels; found {size}")
     side = storage_size(size)
     described = describe_source(source, side, root)
-    if limit is not None:
-        described = described.sample(limit)
+    described = described if limit is None else described.sample(limit)
     pixels, skipped, known_labels = read_once(described, side, cache, progress)
     names, kept_labels = described.names, known_labels if labels else None
     if skipped:
@@ -163,6 +151,9 @@ def open_images(
         kept_labels = None if kept_labels is None else kept_labels[readable]
     if kept_labels is not None and (kept_labels == UNLABELLED).any():
         kept_labels = None
+    # It differs if others of the same images could not be read.
+    parts = [] if described.exact else [digest_array(pixels)]
+    parts += [str(index) for index, _ in skipped]
     return ImageSet(
         images=pixels,
         names=names,
@@ -170,7 +161,7 @@ def open_images(
         class_names=described.class_names if kept_labels is not None else None,
         skipped=[(described.names[index], reason) for index, reason in skipped],
         source=described.description,
-        digest=_digest(described, pixels, skipped),
+        digest=compute_digest([described.digest, *parts]) if parts else described.digest,
     )
 
 
@@ -190,15 +181,3 @@ def digest_image_list(images: ImageSet, looks: int = 64) -> str:
     sample = images.images[spread_evenly(len(images), looks)]
     skipped = [name for name, _ in images.skipped]
     return compute_digest([str(images.images.shape), digest_array(sample), str(len(skipped)), *skipped, *images.names])
-
-
-def _digest(described: ImageSource, pixels: Pixels, skipped: Skipped) -> str:
-    """Return the digest of the images that were read: it differs if others of the same files could not be."""
-    parts = [] if described.exact else [digest_array(pixels)]
-    parts += [str(index) for index, _ in skipped]
-    return compute_digest([described.digest, *parts]) if parts else described.digest
-
-
-def _default_size(source: Any) -> int:
-    native = native_size(source)
-    return native if native is not None and native <= SMALL_SIDE else DEFAULT_SIZE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from cdc_plugin.data.decode import Pixels, squares_from_array
 from cdc_plugin.data.sources import describe_source, find_kind
 from cdc_plugin.data.sources.arrays import ArrayRows, read_rows_of_array, read_rows_of_file, split_rows, to_pixels
 from cdc_plugin.data.sources.base import ImageSource
-from cdc_plugin.data.store import CHUNK, Skipped, read_squares
+from cdc_plugin.data.store import CHUNK, Skipped, check_readable, read_squares
 from cdc_plugin.errors import DataError
 
 
@@ -76,7 +76,9 @@ class ImageStream:
             raise IndexError(f"{self.description} has images 0 to {len(self) - 1}, asked for {wanted.tolist()[:5]}")
         squares = np.empty((len(wanted), self.side, self.side, 3), dtype=np.uint8)
         if isinstance(self.source, ImageSource):
-            return _read_some(self.source, wanted, squares) if len(wanted) else (squares, [])
+            skipped: Skipped = []
+            read = [squares[:0], *read_squares(self.source.choose(wanted), self.side, skipped)]
+            return np.concatenate(read), [(self.source.names[wanted[index]], reason) for index, reason in skipped]
         start = 0
         for block in self.source.blocks(split_rows(range(len(self)), CHUNK)):
             inside = np.flatnonzero((wanted >= start) & (wanted < start + len(block)))
@@ -104,29 +106,23 @@ class ImageStream:
         for number, square in enumerate(self._read(source, wanted, lost)):
             index = number + len(lost)  # all before it were yielded or skipped
             if squares and (piece_of[index] != piece or len(squares) == size):
-                yield self._chunk(source, places, squares)
+                yield _make_chunk(source, places, squares)
                 places, squares = [], []
             piece = piece_of[index]
             places.append(int(wanted[index]))
             squares.append(square)
         if squares:
-            yield self._chunk(source, places, squares)
+            yield _make_chunk(source, places, squares)
 
     def _read(self, source: ImageSource, wanted: NDArray[np.int64], lost: Skipped) -> Iterator[Pixels]:
         """Yield squares of some images; the others are appended to ``lost`` by their place among these."""
         reported = 0
-        try:
-            for square in read_squares(_choose(source, wanted), self.side, lost, None):
-                self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[reported:])
-                reported = len(lost)
-                yield square
-        except DataError:
-            if len(lost) < len(wanted) or len(wanted) == len(source):
-                raise  # but that none of some images can be read does not condemn the source
+        for square in read_squares(source.choose(wanted), self.side, lost):
+            self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[reported:])
+            reported = len(lost)
+            yield square
+        check_readable(source, lost)  # that none of some images can be read does not condemn the source
         self.unreadable.extend((int(wanted[index]), reason) for index, reason in lost[reported:])
-
-    def _chunk(self, source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:
-        return Chunk([source.names[place] for place in places], np.array(places), np.concatenate(squares))
 
 
 def open_stream(source: Any, side: int) -> ImageStream:
@@ -166,26 +162,8 @@ def _find_array_rows(source: Any) -> ArrayRows | None:
     return None
 
 
-def _read_some(source: ImageSource, places: NDArray[np.int64], squares: Pixels) -> tuple[Pixels, list[tuple[str, str]]]:
-    """Fill the squares with the readable ones of the images; return those, and the others with the reason."""
-    unreadable = Skipped()
-    count = 0
-    try:
-        for square in read_squares(_choose(source, places), squares.shape[1], unreadable, None):
-            squares[count] = square[0]
-            count += 1
-    except DataError:
-        if len(unreadable) < len(places):  # that none of these few can be read does not condemn the source
-            raise
-    return squares[:count], [(source.names[places[index]], reason) for index, reason in unreadable]
-
-
-def _choose(source: ImageSource, places: NDArray[np.int64]) -> ImageSource:
-    """Return a source of the images at these places; only these are read."""
-    read = source.content
-    assert callable(read)
-    names = [source.names[place] for place in places]
-    return replace(source, content=lambda index: read(int(places[index])), names=names, labels=None)
+def _make_chunk(source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:
+    return Chunk([source.names[place] for place in places], np.array(places), np.concatenate(squares))
 
 
 def _read_ahead(chunks: Iterator[Chunk]) -> Iterator[Chunk]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.infer.resolve import resolve_input
 from cdc_plugin.data.decode import Pixels
-from cdc_plugin.data.images import CHUNK, ImageSet, Progress, storage_size
-from cdc_plugin.data.stream import ImageStream, open_stream
+from cdc_plugin.data.images import ImageSet, Progress, storage_size
+from cdc_plugin.data.stream import CHUNK, ImageStream, open_stream
 from cdc_plugin.data.views import ViewSettings, plain_view, view_settings
 from cdc_plugin.errors import CheckpointError, DataError, UserError, option
 from cdc_plugin.evaluation.prediction_table import (

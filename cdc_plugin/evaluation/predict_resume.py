@@ -22,10 +22,10 @@ import torch
 from cdc_plugin import __version__
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.cache import compute_digest
-from cdc_plugin.data.images import CHUNK, Progress
+from cdc_plugin.data.images import Progress
 from cdc_plugin.data.sources.arrays import split_rows
 from cdc_plugin.data.sources.base import ImageSource
-from cdc_plugin.data.stream import ImageStream
+from cdc_plugin.data.stream import CHUNK, ImageStream
 from cdc_plugin.errors import OutputError, UserError
 from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor
 from cdc_plugin.models.clusterer import Clusterer, prototype_tensors

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from cdc_plugin.errors import CheckpointError
-from cdc_plugin.models.networks.fixmatch_wrn import build_fixmatch_wrn
 from cdc_plugin.models.networks.poolformer import build_poolformer
-from cdc_plugin.models.networks.wide_resnet import build_wide_resnet
+from cdc_plugin.models.networks.wide_resnet import build_fixmatch_wrn, build_wide_resnet
 
 STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
 
@@ -69,10 +69,10 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
         raise CheckpointError(f"a resnet block is 'basic' or 'bottleneck'; found {spec['block']!r}")
     block = blocks[spec["block"]]
     stem = STEM | dict(spec.get("stem", {}))
-    unknown = sorted(set(stem) - {*STEM, "width", "pool_kernel", "relu"})
+    known = [*STEM, "pool_kernel", "relu", "width"]
+    unknown = sorted(set(stem) - set(known))
     if unknown:
-        known = ", ".join([*STEM, "pool_kernel", "relu"])
-        raise CheckpointError(f"a resnet stem takes {known} and width; found {', '.join(unknown)} too")
+        raise CheckpointError(f"a resnet stem takes {', '.join(known)}; found {', '.join(unknown)} too")
     stem_width = int(stem.get("width", widths[0]))
 
     class ShapedResNet(ResNet):
@@ -84,13 +84,8 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
                 self.inplanes = stem_width
             return super()._make_layer(block, widths[stage], blocks, *args, **kwargs)
 
-    network = ShapedResNet(
-        block,
-        depths,
-        num_classes=1,
-        groups=int(spec.get("groups", 1)),
-        width_per_group=int(spec.get("width_per_group", 64)),
-    )
+    groups, group_width = int(spec.get("groups", 1)), int(spec.get("width_per_group", 64))
+    network = ShapedResNet(block, depths, num_classes=1, groups=groups, width_per_group=group_width)
     network.conv1 = nn.Conv2d(3, stem_width, stem["kernel"], stem["stride"], stem["padding"], bias=False)
     nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
     network.bn1 = nn.BatchNorm2d(stem_width)
@@ -107,12 +102,10 @@ def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
 
     name, kwargs = spec["name"], dict(spec.get("kwargs", {}))
     if not timm.is_model(name):
-        raise CheckpointError(f"timm has no model {name!r}{_near_timm(name)}; timm.list_models() lists them all")
-    try:
+        near = _name_similar(name, timm.list_models())
+        raise CheckpointError(f"timm has no model {name!r}{near}; timm.list_models() lists them all")
+    with _explain_failure(f"timm could not build {name!r} with {kwargs}"):
         network = timm.create_model(name, pretrained=False, num_classes=0, **kwargs)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise CheckpointError(f"timm could not build {name!r} with {kwargs}: {_first_line(error)}") from error
-    # Networks with a convolutional head, as mobilenetv3, give head_hidden_size numbers, not num_features.
     return network, timm_features(network)
 
 
@@ -121,17 +114,14 @@ def build_torchvision(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     from torchvision import models
 
     name = spec["name"]
-    if name not in models.list_models(module=models):
-        near = difflib.get_close_matches(name, models.list_models(module=models), n=3)
-        hint = f"; close: {', '.join(near)}" if near else ""
-        raise CheckpointError(f"torchvision has no image classifier {name!r}{hint}")
+    known = models.list_models(module=models)
+    if name not in known:
+        raise CheckpointError(f"torchvision has no image classifier {name!r}{_name_similar(name, known)}")
     # GoogLeNet and Inception would initialise for minutes and add auxiliary classifiers otherwise.
     extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     kwargs = spec.get("kwargs", {})
-    try:
+    with _explain_failure(f"torchvision could not build {name!r} with {kwargs}"):
         network = models.get_model(name, weights=None, **extra, **kwargs)
-    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise CheckpointError(f"torchvision could not build {name!r} with {kwargs}: {_first_line(error)}") from error
     return network, _drop_classifier(network, name)
 
 
@@ -148,10 +138,8 @@ def build_torchvision_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
 
     sizes = {name: int(spec[name]) for name in ("image_size", "patch_size", "num_layers", "num_heads")}
     width = int(spec["hidden_dim"])
-    try:
+    with _explain_failure(f"torchvision could not build a vision transformer of {dict(spec)}"):
         network = VisionTransformer(**sizes, hidden_dim=width, mlp_dim=int(spec["mlp_dim"]))
-    except (ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
-        raise CheckpointError(f"torchvision could not build a vision transformer of {dict(spec)}: {error}") from error
     network.heads = nn.Sequential()
     return network, width
 
@@ -187,6 +175,7 @@ def skeleton(spec: Mapping[str, Any]) -> nn.Module:
 
 def timm_features(network: Any) -> int:
     """Return the number of features of a timm network without classifier."""
+    # Networks with a convolutional head, as mobilenetv3, give head_hidden_size numbers, not num_features.
     return int(getattr(network, "head_hidden_size", None) or network.num_features)
 
 
@@ -217,12 +206,15 @@ def _drop_classifier(network: nn.Module, name: str) -> int:
     return layer.in_features
 
 
-def _near_timm(name: str) -> str:
-    import timm
-
-    near = difflib.get_close_matches(name, timm.list_models(), n=3)
+def _name_similar(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3)
     return f" (close: {', '.join(near)})" if near else ""
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextlib.contextmanager
+def _explain_failure(failure: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{failure}: {reason}") from error

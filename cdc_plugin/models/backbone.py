@@ -1,4 +1,4 @@
-"""A backbone with its input convention; the heads that stand on it are in ``heads``."""
+"""Define a backbone with its input convention; the heads that stand on it are in ``heads``."""
 
 from __future__ import annotations
 

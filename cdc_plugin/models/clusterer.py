@@ -1,4 +1,4 @@
-"""A refined model: backbone, both heads, and the files it is written to."""
+"""Define a refined model: backbone, both heads, and the files it is written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_atomically, write_text
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import DataError
@@ -65,7 +65,7 @@ class Clusterer(nn.Module):
         self.eval()
         device = next(self.parameters()).device
         rows = []
-        for part in torch.arange(len(opened)).split(batch_size):
+        for part in torch.arange(opened.count).split(batch_size):
             views = plain_view(opened.batch(part).to(device), settings)
             rows.append(F.softmax(self(views), dim=1).cpu())
         return torch.cat(rows).numpy()
@@ -88,29 +88,23 @@ class Clusterer(nn.Module):
             "heads": self.calibration_head.spec,
             "provenance": provenance,
         }
+        parts = {"backbone": backbone.module, "clustering_head": self.clustering_head}
+        parts["calibration_head"] = self.calibration_head
         tensors = {
             f"{part}.{name}": tensor.detach().cpu().contiguous()
-            for part, module in (
-                ("backbone", backbone.module),
-                ("clustering_head", self.clustering_head),
-                ("calibration_head", self.calibration_head),
-            )
+            for part, module in parts.items()
             for name, tensor in module.state_dict().items()
         }
         if self.prototypes is not None:
             tensors |= prototype_tensors(self.prototypes)
         write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
-        text = json.dumps(description, indent=2) + "\n"
-        write_atomically(folder / DESCRIPTION, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")
 
 
 def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:
     """Return what a result folder stores to recognise outliers, by name."""
-    tensors = {
-        "centers": prototypes.centers,
-        "whitening": prototypes.whitening,
-        "limit": torch.tensor(prototypes.limit),
-    }
+    tensors = {"centers": prototypes.centers, "whitening": prototypes.whitening}
+    tensors["limit"] = torch.tensor(prototypes.limit)
     return {f"prototypes.{name}": tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 

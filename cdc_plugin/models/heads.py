@@ -1,4 +1,4 @@
-"""Clustering heads: the one of Sec. 3.3 and those that other methods trained."""
+"""Define clustering heads: the one of Sec. 3.3 and those that other methods trained."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from cdc_plugin.errors import CheckpointError
 class LayeredHead(nn.Sequential):
     """A head as a list of layers, as other methods have them: features (N, D) to logits (N, C).
 
+    ``spec`` is a record for JSON, from which `build_head` builds it again.
+
     Args:
         layers: ``["linear", inputs, outputs]``, ``["linear", inputs, outputs, False]`` (no bias),
             ``["batchnorm", size]``, ``["relu"]`` or ``["normalize"]`` (to unit length).
@@ -24,10 +26,8 @@ class LayeredHead(nn.Sequential):
     def __init__(self, layers: Sequence[Sequence[Any]]) -> None:
         super().__init__(*(_layer(*entry) for entry in layers))
         self.layers = [list(entry) for entry in layers]
-
-    @property
-    def clusters(self) -> int:
-        return int(next(entry[2] for entry in reversed(self.layers) if entry[0] == "linear"))
+        self.clusters = next((int(entry[2]) for entry in reversed(self.layers) if entry[0] == "linear"), 0)
+        self.spec: dict[str, Any] = {"kind": "layers", "layers": self.layers, "clusters": self.clusters}
 
     def hidden(self, features: Tensor) -> Tensor:
         """Return the input of the last layer."""
@@ -39,11 +39,6 @@ class LayeredHead(nn.Sequential):
         """Apply the last layer; ``logits(hidden(features))`` is the whole head."""
         return self[-1](hidden)
 
-    @property
-    def spec(self) -> dict[str, Any]:
-        """Return what `build_head` needs to build it again, for JSON."""
-        return {"kind": "layers", "layers": self.layers, "clusters": self.clusters}
-
 
 class ClusterHead(LayeredHead):
     """The three-layer head of Sec. 3.3: D features, H hidden units with BatchNorm and ReLU, C logits."""
@@ -52,10 +47,7 @@ class ClusterHead(LayeredHead):
         super().__init__(
             [["linear", feature_dim, hidden], ["batchnorm", hidden], ["relu"], ["linear", hidden, clusters]]
         )
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        return {"kind": "mlp", "hidden": self.layers[0][2], "clusters": self.clusters}
+        self.spec = {"kind": "mlp", "hidden": hidden, "clusters": clusters}
 
     @torch.no_grad()
     def initialize(self, weights: HeadWeights) -> None:
@@ -88,18 +80,8 @@ class CosineHead(nn.Module):
         self.projection = LayeredHead(layers)
         self.centers = nn.Parameter(F.normalize(torch.randn(clusters, dim), dim=1))  # (C, dim), any length
         self.clusters, self.temperature = clusters, temperature
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        dim = self.centers.shape[1]
-        layers = self.projection.layers
-        return {
-            "kind": "cosine",
-            "layers": layers,
-            "dim": dim,
-            "clusters": self.clusters,
-            "temperature": self.temperature,
-        }
+        sizes = {"dim": dim, "clusters": clusters, "temperature": temperature}
+        self.spec = {"kind": "cosine", "layers": self.projection.layers, **sizes}
 
     def hidden(self, features: Tensor) -> Tensor:
         """Return the projection at unit length, which is compared with the centres."""
@@ -113,7 +95,7 @@ class CosineHead(nn.Module):
 
 
 class Normalize(nn.Module):
-    """Rows to unit length."""
+    """Scale rows to unit length."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return F.normalize(rows, dim=1)
@@ -143,6 +125,8 @@ def _layer(kind: str, *sizes: Any) -> nn.Module:
         return nn.Linear(*sizes)
     if kind == "batchnorm":
         return nn.BatchNorm1d(int(sizes[0]), eps=BATCHNORM_EPSILON)
-    if kind in ("relu", "normalize"):
-        return nn.ReLU(inplace=True) if kind == "relu" else Normalize()
+    if kind == "relu":
+        return nn.ReLU(inplace=True)
+    if kind == "normalize":
+        return Normalize()
     raise ValueError(f"unknown layer {kind!r}")

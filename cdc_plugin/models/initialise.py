@@ -1,4 +1,4 @@
-"""The heads that a run starts with: from feature prototypes (Sec. 3.3) or from an older clustering model."""
+"""Build the heads that a run starts with: from feature prototypes (Sec. 3.3) or from an older clustering model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, fit_prototype_head, standardize_rows
 from cdc_plugin.core.random_streams import fork_rng
-from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead
+from cdc_plugin.models.heads import ClusterHead, LayeredHead
 
 RefineCenters = Callable[[Tensor], Tensor]
 
@@ -42,29 +42,18 @@ def build_initial_heads(
     generator: torch.Generator,
     refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """Build both heads on (N, D) features; ``init`` is ``prototypes``, ``keep`` or ``random``."""
+    """Build both heads on (N, D) features.
+
+    Args:
+        init: ``prototypes`` (Sec. 3.3), ``keep`` the heads of an old model, or ``random``.
+        old_probs: (N, C') of an old model: prototype clusters take the numbers of those of its clusters that they
+            share most samples with.
+        refine_centers: as in `core.prototypes.fit_prototype_head`.
+    """
     if init == "keep":
         return keep_old_heads(old_heads, features, hidden, generator, refine_centers)
     if init == "random":
         return build_random_heads(features, clusters, hidden, generator)
-    return build_prototype_heads(features, clusters, hidden, generator, old_probs, refine_centers)
-
-
-def build_prototype_heads(
-    features: Tensor,
-    clusters: int,
-    hidden: int,
-    generator: torch.Generator,
-    old_probs: NDArray[np.float32] | None = None,
-    refine_centers: RefineCenters | None = None,
-) -> InitialHeads:
-    """Build two equal heads from prototypes of (N, D) features (Sec. 3.3).
-
-    Args:
-        old_probs: (N, C') probabilities of the old model, if there is one: clusters take the numbers of those of
-            its clusters that they share most samples with.
-        refine_centers: as in `core.prototypes.fit_prototype_head`.
-    """
     weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers)
     if old_probs is not None:
         assignment = _build_head(weights, features.shape[1])(features).argmax(dim=1)
@@ -103,19 +92,14 @@ def lift_linear(linear: nn.Linear, weights: HeadWeights, features: Tensor) -> Cl
 
     Two hidden units carry a logit a as ReLU(a) - ReLU(-a). BatchNorm passes it on unchanged: it restores the
     mean and deviation of the data that it removes. The other hidden units are those of the prototypes and have no
-    effect yet, since their outgoing weights are 0.
-
-    Args:
-        weights: prototype weights for the other units.
-        features: (N, D), whose statistics BatchNorm takes.
+    effect yet, since their outgoing weights are 0. BatchNorm takes the statistics of the features (N, D).
     """
-    clusters, hidden = linear.out_features, len(weights.first)
+    clusters = linear.out_features
     bias = linear.bias if linear.bias is not None else torch.zeros(clusters, device=linear.weight.device)
     logits = features @ linear.weight.T + bias
     deviation, mean = torch.std_mean(torch.cat([logits, -logits], dim=1), dim=0, correction=0)
     variance = deviation.square().clamp_min(1e-12)
     lifted = slice(0, 2 * clusters)
-    assert 2 * clusters <= hidden
     head = _build_head(weights, linear.in_features)
     state = head.state_dict()  # its tensors are the head's own
     state["0.weight"][lifted] = torch.cat([linear.weight, -linear.weight])
@@ -148,7 +132,6 @@ def match_cluster_numbers(
 def _keep_head(head: nn.Module, weights: HeadWeights, features: Tensor) -> nn.Module:
     if isinstance(head, LayeredHead) and len(head) == 1 and isinstance(head[0], nn.Linear):
         return lift_linear(head[0].to(features.device), weights, features)
-    assert isinstance(head, (LayeredHead, CosineHead))
     return copy.deepcopy(head)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -21,15 +20,15 @@ from cdc_plugin.core.kmeans import kmeans, lloyd_blocks, nearest
 from cdc_plugin.core.prototypes import STARTS, standardize_rows
 from cdc_plugin.data.cache import (
     compute_digest,
-    find_cache_folder,
     find_entry,
-    find_scratch_folder,
     lock_entry,
     make_room,
     mark_used,
+    open_rows,
+    write_private_rows,
+    write_rows,
 )
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.data.store import open_rows, write_private_rows, write_rows
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
@@ -69,13 +68,8 @@ def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) 
     if path is not None:
         return _write(path, shape, parts)
     # Of use to this process only: the file is gone when the process ends, however it ends.
-    folder = find_scratch_folder()
-    if folder is None:
-        return _concatenate(shape, parts)
-    path = folder / f"features-{uuid.uuid4().hex[:16]}.npy"
-    if folder == find_cache_folder():
-        make_room(path, size)
-    return torch.from_numpy(write_private_rows(path, (part.numpy() for part in parts), shape, np.float32))
+    written = write_private_rows("features", (part.numpy() for part in parts), shape, np.float32)
+    return _concatenate(shape, parts) if written is None else torch.from_numpy(written)
 
 
 def _concatenate(shape: tuple[int, ...], parts: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -47,7 +47,7 @@ class Mutant:
 
 
 # fmt: off
-KMEANS = "core/test_kmeans.py core/test_kmeans_blocks.py"
+KMEANS = "core/test_kmeans.py"
 TRAINING, COLLAPSE, QUALITY = "training/test_mathematics.py", "training/test_collapse.py", "evaluation/test_quality_thresholds.py"
 MUTANTS = [
     # k-means

@@ -1,4 +1,4 @@
-"""Which pseudo-labels are trusted: CDC's confidence-aware selection (Sec. 3.2, Eq. 4), and all selections by name."""
+"""Select pseudo-labels to trust: CDC's confidence-aware selection (Sec. 3.2, Eq. 4), and all selections by name."""
 
 from __future__ import annotations
 
@@ -92,11 +92,6 @@ selections: Registry[type[Selector]] = Registry(
 addons: Registry[AddOn] = Registry("selection add-on", {"gsf": gradient_synchronisation, "ppf": prototype_proximity})
 
 
-def check_selection(name: str) -> None:
-    """Refuse names that `make_selector` does not know."""
-    _look_up(name)
-
-
 def make_selector(
     name: str, image_count: int, clusters: int, threshold: float, momentum: float, device: torch.device
 ) -> Selector:
@@ -108,12 +103,13 @@ def make_selector(
     >>> type(make_selector("flexmatch", 100, 10, 0.95, 0.999, torch.device("cpu"))).__name__
     'FlexMatch'
     """
-    kind, added = _look_up(name)
+    kind, added = check_selection(name)
     selector = kind(image_count, clusters, threshold, momentum, device)
     return Extended(selector, added) if added else selector
 
 
-def _look_up(name: str) -> tuple[type[Selector], list[AddOn]]:
+def check_selection(name: str) -> tuple[type[Selector], list[AddOn]]:
+    """Return the selection of this name and its add-ons; refuse unknown names."""
     first, *added = name.split("+")
     if first in addons:
         first, added = "confident", [first, *added]

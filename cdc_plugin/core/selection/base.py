@@ -1,4 +1,4 @@
-"""What every selection of pseudo-labels takes and returns."""
+"""Define what every selection of pseudo-labels takes and returns."""
 
 from __future__ import annotations
 

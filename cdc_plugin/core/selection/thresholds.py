@@ -1,4 +1,4 @@
-"""Selections by a required confidence: fixed, by curriculum (FlexMatch), self-adaptive (FreeMatch).
+"""Select by a required confidence: fixed, by curriculum (FlexMatch), self-adaptive (FreeMatch).
 
 CDC is compared with the last two in its appendix ("Dynamic Thresholding in SSL"): only its selection is replaced,
 so FreeMatch's fairness loss is left out.
@@ -36,11 +36,7 @@ def curriculum_thresholds(learned: Tensor, clusters: int, threshold: float) -> T
     σ(c) images were last confident of cluster c; β(c) = σ(c) / max(max σ, images without a label), the form
     with the warm-up, and M(x) = x / (2 - x). Before any image was confident everything is trusted, and little is
     required until as many images are confident of one cluster as of none: with calibrated probabilities this
-    may never happen.
-
-    Args:
-        learned: (N,) from `remember`.
-        threshold: τ.
+    may never happen. ``learned`` (N,) is from `remember`, and ``threshold`` is τ.
     """
     counts = torch.bincount(learned + 1, minlength=clusters + 1)  # (1 + C,), those without a label first
     status = counts[1:] / counts.max()
@@ -50,11 +46,7 @@ def curriculum_thresholds(learned: Tensor, clusters: int, threshold: float) -> T
 def remember(learned: Tensor, rows: Tensor, probs: Tensor, threshold: float) -> Tensor:
     """Return (N,) the last label that each image had with a confidence of τ or more, -1 before: FlexMatch's memory.
 
-    Args:
-        learned: (N,) the memory up to now, which is not changed.
-        rows: (B,) numbers of the images in the data set.
-        probs: (B, C).
-        threshold: τ.
+    The memory ``learned`` (N,) itself is not changed; ``rows`` (B,) are the numbers of the images in the data set.
     """
     sure = select_above(probs, threshold)
     return learned.index_put((rows[sure.mask],), sure.labels[sure.mask])

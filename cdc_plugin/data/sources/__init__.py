@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +25,7 @@ from cdc_plugin.data.sources.hugging_face import (
     describe_saved_dataset,
 )
 from cdc_plugin.data.sources.named import datasets, find_data_root
-from cdc_plugin.data.sources.objects import describe_dataset, describe_image_list, is_dataset, read_item_size
+from cdc_plugin.data.sources.objects import describe_dataset, is_dataset, read_item_size
 from cdc_plugin.data.sources.shards import COMPRESSED, describe_shards
 from cdc_plugin.data.views import SMALL_SIDE
 from cdc_plugin.errors import DataError
@@ -37,6 +39,14 @@ PATHS = (
 SAVED = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})  # files that save_to_disk writes
 
 Kind = Literal["array", "named", "hub", "shards", "saved", "parquet", "folder", "image"]
+
+# Images that lie in larger files: from path and side to the source.
+PACKED: dict[Kind | None, Callable[[str, int], ImageSource]] = {
+    "hub": describe_hub_dataset,
+    "shards": describe_shards,
+    "saved": describe_saved_dataset,
+    "parquet": describe_parquet,
+}
 
 
 def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
@@ -59,11 +69,11 @@ def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None)
         if all(isinstance(entry, str | os.PathLike) for entry in source):
             return describe_files(source, side, f"{len(source)} files")
         if all(isinstance(entry, Image.Image) for entry in source):
-            return describe_image_list(source)
+            return describe_dataset(source, f"{len(source)} images")
     if _is_hugging_face(source):
         return describe_hugging_face(source, side)
     if is_dataset(source) and not isinstance(source, dict):
-        return describe_dataset(source)
+        return describe_dataset(source, type(source).__name__)
     raise DataError(
         f"expected {PATHS}, the name of a data set, an array or tensor, a list of paths or images, or a data set "
         f"with __len__ and __getitem__; found {type(source).__name__}"
@@ -93,7 +103,7 @@ def native_size(source: Any) -> int | None:
 
 
 def has_files(source: str | os.PathLike[str]) -> bool:
-    """Whether images have files of their own: not those of arrays, shards, tables and data sets known by name."""
+    """Return whether images have files of their own, unlike those of arrays, shards, tables and named data sets."""
     is_array = Path(source).suffix.lower() in ARRAY_FILES  # whether it exists or not
     return not is_array and find_kind(source) in ("folder", "image", None)
 
@@ -151,9 +161,8 @@ def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.Pat
         return describe_folder(path, side)
     if kind == "image":
         return describe_files([path], side, str(path), [path.name])
-    packed = _describe_packed(kind, text, side)
-    if packed is not None:
-        return packed
+    if kind in PACKED:
+        return PACKED[kind](text, side)
     if not path.exists():
         raise DataError(
             f"nothing at {source}; expected {PATHS}, or one of the data sets {', '.join(datasets.names())}; "
@@ -164,19 +173,6 @@ def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.Pat
     )
 
 
-def _describe_packed(kind: Kind | None, source: str, side: int) -> ImageSource | None:
-    """Return a source of images that lie in larger files; None for any other kind."""
-    if kind == "hub":
-        return describe_hub_dataset(source, side)
-    if kind == "shards":
-        return describe_shards(source, side)
-    if kind == "saved":
-        return describe_saved_dataset(Path(source).expanduser(), side)
-    if kind == "parquet":
-        return describe_parquet(source, side)
-    return None
-
-
 def _native_size_of_path(source: str | os.PathLike[str]) -> int | None:
     kind, text, path = find_kind(source), os.fspath(source), Path(source).expanduser()
     if kind == "named":
@@ -185,19 +181,15 @@ def _native_size_of_path(source: str | os.PathLike[str]) -> int | None:
         return _check_square(read_image_size(path))
     if kind == "folder":
         return find_uniform_side(list_images(path), folder=str(path))
-    packed = _describe_packed(kind, text, SMALL_SIDE)
-    return find_uniform_side([path]) if packed is None else _look_at_images(packed)
+    return _look_at_images(PACKED[kind](text, SMALL_SIDE)) if kind in PACKED else find_uniform_side([path])
 
 
 def _look_at_images(source: ImageSource) -> int | None:
     """Return the side, if a few images are squares of one size; JPEGs may be seen smaller, but not as small ones."""
-    assert callable(source.content)
     sizes = set()
     for place in spread_evenly(len(source), LOOKS):
-        try:
-            sizes.add(source.content(place).size)
-        except UnreadableImageError:
-            continue
+        with contextlib.suppress(UnreadableImageError):
+            sizes.add(source.read(place).size)
     return _check_square(sizes.pop()) if len(sizes) == 1 else None
 
 
@@ -206,5 +198,5 @@ def _check_square(size: tuple[int, ...]) -> int | None:
 
 
 def _is_hugging_face(source: object) -> bool:
-    """Whether this is an object of the package ``datasets``, of whatever kind."""
+    """Return whether this is an object of the package ``datasets``, of whatever kind."""
     return "datasets" in sys.modules and type(source).__module__.split(".")[0] == "datasets"

@@ -1,4 +1,4 @@
-"""Images in arrays: in memory, in torch tensors, and in .npy and .npz files, read at once or block by block."""
+"""Describe images in arrays: in memory, in tensors, and in .npy and .npz files, read at once or block by block."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from cdc_plugin.data.cache import compute_digest
+from cdc_plugin.data.decode import Pixels
 from cdc_plugin.data.sources.base import ImageSource, read_state
 from cdc_plugin.errors import DataError
 
@@ -25,9 +26,6 @@ IMAGE_KEYS = ("x", "images", "data", "X")
 LABEL_KEYS = ("y", "labels", "targets", "label", "Y")
 LAYOUTS = "(N, H, W), (N, H, W, 1), (N, H, W, 3), (N, H, W, 4) or (N, 3, H, W)"
 FULL_DIGEST_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
-UNREADABLE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
-
-Pixels = NDArray[np.uint8]
 
 
 def describe_array(images: NDArray[Any] | torch.Tensor, labels: Any = None, description: str = "array") -> ImageSource:
@@ -131,8 +129,8 @@ def read_rows_of_file(path: Path) -> ArrayRows:
 
     It is never unpickled, and labels are never looked at.
     """
-    try:
-        member = None
+    member = None
+    with _explain_unreadable(path):
         if _is_archive(path):
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 key = _find_image_key(archive, path)
@@ -141,25 +139,20 @@ def read_rows_of_file(path: Path) -> ArrayRows:
             shape, column_first, dtype = _read_header(stream)
         if column_first or dtype.hasobject or not shape:  # objects are refused here
             return read_rows_of_array(_read_array_file(path)[0], str(path))
-    except UNREADABLE as error:
-        raise _explain_unreadable(path, error) from error
 
     def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
-        try:
-            with _open_stream(path, member) as stream:
-                _read_header(stream)
-                first = stream.tell()
-                for rows in ranges:
-                    # In an archive forward only: what is skipped is unpacked, but once for all ranges.
-                    stream.seek(first + rows.start * prod(shape[1:]) * dtype.itemsize)
-                    block = np.empty((len(rows), *shape[1:]), dtype)
-                    content = stream.read(block.nbytes)
-                    if len(content) < block.nbytes:
-                        raise EOFError
-                    block.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
-                    yield block
-        except UNREADABLE as error:
-            raise _explain_unreadable(path, error) from error
+        with _explain_unreadable(path), _open_stream(path, member) as stream:
+            _read_header(stream)
+            first = stream.tell()
+            for rows in ranges:
+                # In an archive forward only: what is skipped is unpacked, but once for all ranges.
+                stream.seek(first + rows.start * prod(shape[1:]) * dtype.itemsize)
+                block = np.empty((len(rows), *shape[1:]), dtype)
+                content = stream.read(block.nbytes)
+                if len(content) < block.nbytes:
+                    raise EOFError
+                block.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+                yield block
 
     return ArrayRows(shape, dtype, blocks, _number_rows(shape), str(path))
 
@@ -171,7 +164,7 @@ def _build_source(pixels: Pixels, labels: Any, description: str, digest: str) ->
 
 def _read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Return the image array and the labels of a file, as stored; never unpickles."""
-    try:
+    with _explain_unreadable(path):
         if not _is_archive(path):
             # Copy-on-write: the file is not read whole and torch may take the rows without a warning.
             return np.load(path, mmap_mode="c", allow_pickle=False), None
@@ -180,22 +173,24 @@ def _read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
             key = _find_image_key(archive, path)
             label_key = next((key for key in LABEL_KEYS if key in archive.files), None)
             return archive[key], None if label_key is None else archive[label_key]
-    except UNREADABLE as error:
-        raise _explain_unreadable(path, error) from error
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a file is a .npz; its content counts, not the extension."""
+    """Return whether a file is a .npz; its content counts, not the extension."""
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
 
 
-def _explain_unreadable(path: Path, error: Exception) -> DataError:
-    reason = "it ends early" if isinstance(error, EOFError) else error
-    return DataError(
-        f"{path} cannot be read as a NumPy file ({reason}); expected an array of images without pickled "
-        "objects, such as np.savez(path, x=images, y=labels) writes"
-    )
+@contextlib.contextmanager
+def _explain_unreadable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        reason = "it ends early" if isinstance(error, EOFError) else error
+        raise DataError(
+            f"{path} cannot be read as a NumPy file ({reason}); expected an array of images without pickled "
+            "objects, such as np.savez(path, x=images, y=labels) writes"
+        ) from error
 
 
 def _move_channels_last(array: NDArray[Any], description: str) -> NDArray[Any]:

@@ -45,23 +45,30 @@ class ImageSource:
     def __len__(self) -> int:
         return len(self.names)
 
+    def read(self, index: int) -> Image.Image:
+        """Return an image of a source that has not been read yet."""
+        return self.content(index) if callable(self.content) else Image.fromarray(self.content[index])
+
     def sample(self, count: int) -> ImageSource:
-        """Return at most ``count`` of the images, evenly spread; only these are ever read."""
+        """Return at most ``count`` of the images, evenly spread."""
         if len(self) <= count:
             return self
         chosen = np.linspace(0, len(self) - 1, count).astype(np.int64)
+        return replace(self.choose(chosen), digest=f"{self.digest}-{count}")
+
+    def choose(self, places: NDArray[np.int64]) -> ImageSource:
+        """Return the images at these places; only these are ever read."""
         content = self.content
         return replace(
             self,
-            content=(lambda index: content(int(chosen[index]))) if callable(content) else content[chosen],
-            names=[self.names[index] for index in chosen],
-            labels=None if self.labels is None else self.labels[chosen],
-            digest=f"{self.digest}-{count}",
+            content=(lambda index: content(int(places[index]))) if callable(content) else content[places],
+            names=[self.names[place] for place in places],
+            labels=None if self.labels is None else self.labels[places],
         )
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file is taken for an image."""
+    """Return whether a file is taken for an image."""
     return name.lower().endswith(EXTENSIONS)
 
 

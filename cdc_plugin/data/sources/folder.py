@@ -1,4 +1,4 @@
-"""Image folders, flat or nested, with or without class sub-folders, and plain lists of image files."""
+"""Describe image folders, flat or nested, with or without class sub-folders, and plain lists of image files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,22 +36,8 @@ log = logging.getLogger(__name__)
 
 def describe_folder(folder: Path, side: int) -> ImageSource:
     """Return a source of every image below a folder, sorted by path; labels from class sub-folders if there are any."""
-    others: Counter[str] = Counter()
-    # Strings are compact: of a million images they take little memory.
-    files = sorted((name, _describe_entry(entry)) for name, entry in _walk(folder, others))
-    names = [name for name, _ in files]
-    if not names:
-        raise DataError(_explain_empty(folder, others))
-    labels, class_names = find_class_folders(names)
-    return ImageSource(
-        content=_make_reader(os.fspath(folder), names, side),
-        names=names,
-        labels=labels,
-        class_names=class_names,
-        digest=compute_digest(f"{name} {state}" for name, state in files),
-        description=str(folder),
-        workers=WORKERS,
-    )
+    names = list_images(folder)
+    return _build_source(os.fspath(folder), names, side, str(folder), names, *find_class_folders(names))
 
 
 def describe_files(
@@ -64,9 +50,22 @@ def describe_files(
 ) -> ImageSource:
     """Return a source of image files in the order of their paths."""
     names = [Path(path).as_posix() for path in paths] if names is None else names
-    states = (_describe_state(*read_state(path)) for path in paths)
+    return _build_source("", [os.fspath(path) for path in paths], side, description, names, labels, class_names)
+
+
+def _build_source(
+    folder: str,
+    paths: list[str],
+    side: int,
+    description: str,
+    names: list[str],
+    labels: NDArray[np.int64] | None,
+    class_names: list[str] | None,
+) -> ImageSource:
+    # Paths stay relative strings: of a million images they take little memory.
+    states = (read_state(os.path.join(folder, path)) for path in paths)
     return ImageSource(
-        content=_make_reader("", [os.fspath(path) for path in paths], side),
+        content=lambda index: decode_file(os.path.join(folder, paths[index]), side),
         names=names,
         labels=labels,
         class_names=class_names,
@@ -82,7 +81,7 @@ def list_images(folder: Path) -> list[str]:
     Hidden files and folders are left out. Links are followed, but every folder is entered once only.
     """
     others: Counter[str] = Counter()
-    names = sorted(name for name, _ in _walk(folder, others))
+    names = sorted(_walk(folder, others))
     if not names:
         raise DataError(_explain_empty(folder, others))
     return names
@@ -119,17 +118,14 @@ def find_uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, 
     return width if width == height else None
 
 
-def _walk(folder: Path, others: Counter[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the relative name and the entry of every image; other files are counted by extension in ``others``.
-
-    Links are followed, but every folder is entered once only, so that a link to a parent does not go round for ever.
-    """
+def _walk(folder: Path, others: Counter[str]) -> Iterator[str]:
+    """Yield the relative name of every image; other files are counted by extension in ``others``."""
     if not folder.is_dir():
         raise DataError(f"no folder at {folder}; expected a folder of images ({ACCEPTED}); check the path")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise DataError(f"the folder {folder} cannot be read; give yourself read permission (chmod -R u+rX)")
     count = 0
-    entered: set[tuple[int, int]] = set()
+    entered: set[tuple[int, int]] = set()  # so that a link to a parent does not go round for ever
     waiting = [""]
     next_log = time.monotonic() + LOG_INTERVAL
     while waiting:
@@ -146,7 +142,7 @@ def _walk(folder: Path, others: Counter[str]) -> Iterator[tuple[str, os.DirEntry
                 below.append(name)
             elif is_image_name(entry.name):
                 count += 1
-                yield name, entry
+                yield name
             else:
                 others[os.path.splitext(entry.name)[1].lower() or "(no extension)"] += 1
         waiting += sorted(below, reverse=True)  # in a fixed order: of two links to a folder the first one counts
@@ -169,31 +165,14 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _describe_entry(entry: os.DirEntry[str]) -> str:
-    try:
-        state = entry.stat()
-    except OSError:  # a dangling link; decoding will record the reason
-        return _describe_state(-1, -1)
-    return _describe_state(state.st_size, state.st_mtime_ns)
-
-
-def _describe_state(size: int, changed: int) -> str:
-    return f"{size} {changed}" if size >= 0 else "absent"
-
-
-def _make_reader(folder: str, names: list[str], side: int) -> Callable[[int], Image.Image]:
-    return lambda index: decode_file(os.path.join(folder, names[index]), side)
-
-
 def _explain_empty(folder: Path, others: Counter[str]) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
-    hint = "give the path of the folder that holds the images"
-    if ".npz" in others or ".npy" in others:
-        hint = "give the path of the .npz or .npy file itself"
-    elif ".parquet" in others:
-        hint = "give the path of a .parquet file, or of the folder it lies in"
-    elif ".tar" in others:
-        hint = f"name the shards themselves: {folder / '*.tar'}"
-    elif {".zip", ".gz", ".tgz"} & set(others):
-        hint = "unpack the archive first"
+    hints = {
+        (".npz", ".npy"): "give the path of the .npz or .npy file itself",
+        (".parquet",): "give the path of a .parquet file, or of the folder it lies in",
+        (".tar",): f"name the shards themselves: {folder / '*.tar'}",
+        (".zip", ".gz", ".tgz"): "unpack the archive first",
+    }
+    fitting = (hint for extensions, hint in hints.items() if others.keys() & extensions)
+    hint = next(fitting, "give the path of the folder that holds the images")
     return f"no images in {folder}: expected {ACCEPTED} files; found {kinds}; {hint}"

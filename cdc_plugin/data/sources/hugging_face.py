@@ -1,10 +1,11 @@
-"""Hugging Face data sets: objects, folders that save_to_disk wrote, parquet files, and data sets of the hub by name.
+"""Describe Hugging Face data sets: objects, folders of save_to_disk, parquet files, and data sets of the hub by name.
 
 Needs ``pip install cdc-plugin[data]``. Labels are for reporting only.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,14 @@ def describe_hub_dataset(name: str, side: int) -> ImageSource:
     return describe_hugging_face(loaded, side, name)
 
 
-def describe_saved_dataset(path: Path, side: int) -> ImageSource:
+def describe_saved_dataset(source: str, side: int) -> ImageSource:
     """Return a source of a folder that ``save_to_disk`` wrote."""
-    datasets = _import_datasets()
+    datasets, path = _import_datasets(), os.path.expanduser(source)
     try:
-        loaded = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(path)
     except Exception as error:
         raise DataError(f"{path}: no data set that can be loaded ({_first_line(error)}); save it again") from error
-    return describe_hugging_face(loaded, side, str(path))
+    return describe_hugging_face(loaded, side, path)
 
 
 def describe_parquet(source: str, side: int) -> ImageSource:
@@ -80,7 +81,8 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         splits = list(dataset)
         if len(splits) > 1:
-            how = _explain_choice(name, splits[0], description)
+            how = f"data[{splits[0]!r}]" if description is None else os.path.join(name, splits[0])
+            how = f"{name}:{splits[0]}" if name.startswith(HUB) else how
             raise DataError(f"{name} has the splits {', '.join(splits)}; give one of them: {how}")
         dataset = dataset[splits[0]]
     if not isinstance(dataset, datasets.Dataset):
@@ -91,6 +93,9 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
     labels, class_names = _read_labels(dataset)
     stored = dataset.with_format(None).select_columns([column])
     stored = stored.cast_column(column, datasets.Image(decode=False))
+    # The fingerprint covers the notes of a data set, not the content of its files.
+    states = [str(read_state(file["filename"])) for file in dataset.cache_files]
+    first = stored[0][column]
 
     def read(index: int) -> Image.Image:
         try:
@@ -104,21 +109,12 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
         names=[str(index) for index in range(len(dataset))],
         labels=labels,
         class_names=class_names,
-        digest=compute_digest(["hugging face", stored._fingerprint, column, str(len(dataset)), *_read_states(dataset)]),
+        digest=compute_digest(["hugging face", stored._fingerprint, column, str(len(dataset)), *states]),
         description=name,
         workers=WORKERS,
-        exact=_holds_files(stored[0][column]),
+        # Files that a data set points at may change without its fingerprint.
+        exact=isinstance(first, dict) and first.get("bytes") is not None,
     )
-
-
-def _read_states(dataset: Any) -> list[str]:
-    """Return size and time of the files behind a data set; its fingerprint covers its notes, not their content."""
-    return [str(read_state(file["filename"])) for file in dataset.cache_files]
-
-
-def _holds_files(value: Any) -> bool:
-    """Whether the images are in the data set itself; files it points at may change without its fingerprint."""
-    return isinstance(value, dict) and value.get("bytes") is not None
 
 
 def _decode(value: Any, side: int) -> Image.Image:
@@ -138,8 +134,7 @@ def _find_image_column(dataset: Any) -> str:
     for name, feature in dataset.features.items():
         if isinstance(feature, ImageFeature) or (isinstance(feature, dict) and {"bytes", "path"} <= set(feature)):
             return name
-    row = dataset.with_format(None)[0]
-    for name, value in row.items():
+    for name, value in dataset.with_format(None)[0].items():
         if isinstance(value, bytes):
             return name
     raise DataError(
@@ -167,16 +162,9 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            "Hugging Face data sets need the package datasets; type: pip install cdc-plugin[data]"
-        ) from error
+        message = "Hugging Face data sets need the package datasets; type: pip install cdc-plugin[data]"
+        raise DataError(message) from error
     return datasets
-
-
-def _explain_choice(name: str, split: str, description: str | None) -> str:
-    if description is None:
-        return f"data[{split!r}]"
-    return f"{name}:{split}" if name.startswith(HUB) else str(Path(name) / split)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Data sets by name: the benchmarks of the paper, and the handwritten digits that come with the package.
+"""Load data sets by name: the benchmarks of the paper, and the handwritten digits that come with the package.
 
 Nothing is downloaded here. Files are looked for below ``root``, else the folder that the environment variable
 CDC_DATA names, else ``data`` in the working directory.
@@ -92,22 +92,15 @@ def load_digits(root: Path, side: int) -> ImageSource:
     return _describe_arrays("digits", np.stack(large), labels, [str(digit) for digit in range(10)])
 
 
-def load_cifar10(root: Path, side: int) -> ImageSource:
-    """Load CIFAR-10, training and test images together: 60,000 of 32 x 32."""
-    images, labels, class_names = _load_cifar("CIFAR10", root, "cifar-10-batches-py")
-    return _describe_arrays("cifar10", images, labels, class_names)
-
-
-def load_cifar100(root: Path, side: int) -> ImageSource:
-    """Load CIFAR-100 with its 100 fine classes, training and test images together: 60,000 of 32 x 32."""
-    images, labels, class_names = _load_cifar("CIFAR100", root, "cifar-100-python")
-    return _describe_arrays("cifar100", images, labels, class_names)
-
-
-def load_cifar20(root: Path, side: int) -> ImageSource:
-    """Load CIFAR-100 with its 20 superclasses, training and test images together: 60,000 of 32 x 32."""
-    images, labels, _ = _load_cifar("CIFAR100", root, "cifar-100-python")
-    return _describe_arrays("cifar20", images, find_coarse_labels(labels), list(SUPERCLASSES))
+def load_cifar(classes: int, root: Path, side: int) -> ImageSource:
+    """Load CIFAR-10 or CIFAR-100, or the latter with its 20 superclasses: 60,000 training and test images, 32 x 32."""
+    kind, folder = ("CIFAR10", "cifar-10-batches-py") if classes == 10 else ("CIFAR100", "cifar-100-python")
+    parts = [_load_torchvision(kind, root, folder, train=train) for train in (True, False)]
+    images = np.concatenate([part.data for part in parts])
+    labels, class_names = np.concatenate([part.targets for part in parts]), list(parts[0].classes)
+    if classes == 20:
+        labels, class_names = find_coarse_labels(labels), list(SUPERCLASSES)
+    return _describe_arrays(f"cifar{classes}", images, labels, class_names)
 
 
 def load_stl10(root: Path, side: int) -> ImageSource:
@@ -134,17 +127,16 @@ def load_imagenet_subset(name: str, root: Path, side: int) -> ImageSource:
     """Load the training images of some ImageNet classes, from a folder with one sub-folder per WordNet number."""
     wanted = read_class_list(name)
     candidates = [root / place for place in (f"{name}/train", name, "imagenet/train", "imagenet", "train", ".")]
-    present = {
-        folder: [wnid for wnid in wanted if (folder / wnid).is_dir()] for folder in candidates if folder.is_dir()
-    }
-    folder = max(present, key=lambda place: len(present[place]), default=root)
-    missing = [wnid for wnid in wanted if wnid not in present.get(folder, [])]
+    present = [folder for folder in candidates if folder.is_dir()] or [root]
+    absent = {folder: [wnid for wnid in wanted if not (folder / wnid).is_dir()] for folder in present}
+    folder = min(absent, key=lambda place: len(absent[place]))
+    missing = absent[folder]
     if missing:
         raise DataError(
             f"{name} needs the ImageNet class folders {' '.join(wanted[:3])} ... in {root}, its sub-folder "
             f"train or imagenet/train; in {folder} {len(wanted) - len(missing)} of {len(wanted)} are there, missing: "
-            f"{' '.join(missing)}; unpack "
-            "ILSVRC2012_img_train.tar by class and name that folder with the data root or CDC_DATA"
+            f"{' '.join(missing)}; unpack ILSVRC2012_img_train.tar by class and name that folder with the data root or "
+            "CDC_DATA"
         )
     names = [f"{wnid}/{image}" for wnid in wanted for image in list_images(folder / wnid)]
     labels, class_names = number_classes([image.split("/", 1)[0] for image in names])
@@ -153,12 +145,6 @@ def load_imagenet_subset(name: str, root: Path, side: int) -> ImageSource:
 
 def _describe_arrays(name: str, images: Pixels, labels: NDArray[Any], class_names: list[str]) -> ImageSource:
     return replace(describe_array(images, labels, name), class_names=class_names)
-
-
-def _load_cifar(kind: str, root: Path, folder: str) -> tuple[Pixels, NDArray[np.int64], list[str]]:
-    parts = [_load_torchvision(kind, root, folder, train=train) for train in (True, False)]
-    images = np.concatenate([part.data for part in parts])
-    return images, np.concatenate([part.targets for part in parts]), list(parts[0].classes)
 
 
 def _load_torchvision(kind: str, root: Path, folder: str, **part: Any) -> Any:
@@ -181,9 +167,9 @@ datasets: Registry[NamedDataset] = Registry(
     "data set",
     {
         "digits": NamedDataset(load_digits, 32),
-        "cifar10": NamedDataset(load_cifar10, 32),
-        "cifar100": NamedDataset(load_cifar100, 32),
-        "cifar20": NamedDataset(load_cifar20, 32),
+        "cifar10": NamedDataset(partial(load_cifar, 10), 32),
+        "cifar100": NamedDataset(partial(load_cifar, 100), 32),
+        "cifar20": NamedDataset(partial(load_cifar, 20), 32),
         "stl10": NamedDataset(load_stl10, 96),
         "tinyimagenet": NamedDataset(load_tinyimagenet, 64),
         **{name: NamedDataset(partial(load_imagenet_subset, name)) for name in IMAGENET_SUBSETS},

@@ -1,8 +1,7 @@
-"""Images held by Python objects: a map-style torch data set, or a list of PIL images."""
+"""Describe images held by Python objects: a map-style torch data set, or a list of PIL images."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,16 @@ from cdc_plugin.errors import DataError
 
 
 def is_dataset(source: object) -> bool:
-    """Whether an object has a length and items by number, as map-style data sets have."""
+    """Return whether an object has a length and items by number, as map-style data sets have."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
-def describe_dataset(dataset: Any) -> ImageSource:
-    """Return a source of a map-style data set.
+def describe_dataset(dataset: Any, name: str) -> ImageSource:
+    """Return a source of a map-style data set, or of a list of PIL images.
 
     It yields an image, or a tuple that starts with an image and an integer label. It is read by one thread, in order:
     nothing says that ``__getitem__`` may run twice at once.
     """
-    name = type(dataset).__name__
     if len(dataset) == 0:
         raise DataError(f"the data set {name} is empty; expected at least one image")
     labels = np.full(len(dataset), UNLABELLED, dtype=np.int64)
@@ -50,19 +48,6 @@ def describe_dataset(dataset: Any) -> ImageSource:
         class_names=list(classes) if named and classes else None,
         digest=_digest_sample(dataset, name),
         description=name,
-        exact=False,
-    )
-
-
-def describe_image_list(images: Sequence[Image.Image]) -> ImageSource:
-    """Return a source of images that Pillow holds in memory."""
-    return ImageSource(
-        content=lambda index: to_rgb(images[index]),
-        names=[str(index) for index in range(len(images))],
-        labels=None,
-        class_names=None,
-        digest=_digest_sample(images, "images"),
-        description=f"{len(images)} images",
         exact=False,
     )
 

@@ -1,4 +1,4 @@
-"""Tar shards, as webdataset writes them: images are read at their place in the archive, and nothing is unpacked."""
+"""Describe tar shards, as webdataset writes them: images are read at their place there, and nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.data.cache import compute_digest, find_entry, lock_entry, make_room, mark_used
+from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import UnreadableImageError, decode_bytes
 from cdc_plugin.data.sources.base import (
     LOG_INTERVAL,
@@ -30,35 +28,18 @@ from cdc_plugin.data.sources.base import (
     number_classes,
     read_state,
 )
-from cdc_plugin.errors import DataError, OutputError
+from cdc_plugin.errors import DataError
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 LABEL_KEYS = ("label", "class", "cls")
 LARGEST_NOTE = 1 << 20  # bytes of a .json that are read for a label
 BLOCK = 512  # bytes; the end of an archive is at least one of zeros
-KEPT_FROM = (
-    10_000  # images; the list of so many is kept in the cache, as to read it off the shards takes a minute per million
-)
+COMPRESSED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Members:
-    """Images in shards, and one entry for each shard that is damaged.
-
-    Args:
-        names: N, of images and then of damaged shards.
-        places: (N, 3) int64 shard, offset and size of each image; -1, -1, -1 for a damaged shard.
-        labels: one per image, or none at all.
-        damage: what is wrong, one text per damaged shard.
-    """
-
-    names: list[str]
-    places: NDArray[np.int64]
-    labels: list[str]
-    damage: list[str]
+Place = tuple[int, int, int]  # shard, offset and size of an image
 
 
 def describe_shards(source: str, side: int) -> ImageSource:
@@ -71,19 +52,19 @@ def describe_shards(source: str, side: int) -> ImageSource:
         source: a path, a pattern, a range, or a folder of nothing but shards.
     """
     shards = find_shards(source)
-    members = _list_members(shards)
-    count = len(members.names) - len(members.damage)
-    if not count:
-        reason = f"; {members.names[0]} {members.damage[0]}" if members.damage else ""
+    titles = _name_shards(shards)
+    places, notes, damage = _list_members(shards, titles)
+    if not places:
+        reason = "".join(f"; {shard} {problem}" for shard, problem in list(damage.items())[:1])
         raise DataError(f"no images in the {len(shards)} shards of {source}; expected .jpg, .png, ... members{reason}")
-    paths, places = [os.fspath(shard) for shard in shards], members.places
+    rows, problems = np.array(list(places.values()), dtype=np.int64), list(damage.values())
 
     def read(index: int) -> Image.Image:
-        if index >= count:
-            raise UnreadableImageError(members.damage[index - count])
-        shard, offset, size = places[index].tolist()
+        if index >= len(rows):
+            raise UnreadableImageError(problems[index - len(rows)])
+        shard, offset, size = rows[index].tolist()
         try:
-            with open(paths[shard], "rb") as file:  # opened for each: there may be more shards than open files
+            with open(shards[shard], "rb") as file:  # opened for each: there may be more shards than open files
                 file.seek(offset)
                 content = file.read(size)
         except OSError as error:
@@ -92,17 +73,15 @@ def describe_shards(source: str, side: int) -> ImageSource:
             raise UnreadableImageError("the shard ends within it")
         return decode_bytes(content, side)
 
-    labels, class_names = _number_labels(members.labels)
+    labels, class_names = _number_labels(list(places), notes)
     if labels is not None:
-        labels = np.append(labels, np.full(len(members.damage), UNLABELLED))
+        labels = np.append(labels, np.full(len(damage), UNLABELLED))
     return ImageSource(
         content=read,
-        names=members.names,
+        names=[*places, *damage],
         labels=labels,
         class_names=class_names,
-        digest=compute_digest(
-            f"{name} {read_state(path)}" for name, path in zip(_name_shards(shards), paths, strict=True)
-        ),
+        digest=compute_digest(f"{title} {read_state(shard)}" for title, shard in zip(titles, shards, strict=True)),
         description=source,
         workers=WORKERS,
     )
@@ -144,74 +123,24 @@ def _name_shards(shards: list[Path]) -> list[str]:
     return stems if len(set(stems)) == len(stems) else [shard.with_suffix("").as_posix() for shard in shards]
 
 
-def _list_members(shards: list[Path]) -> Members:
-    """Return all images of the shards; from the cache if no shard has changed since they were listed."""
-    states = np.array([read_state(shard) for shard in shards], dtype=np.int64)
-    index = find_entry("index", compute_digest(["tar 3", *(os.path.realpath(shard) for shard in shards)]), "npz")
-    members = None if index is None else _load_index(index, states)
-    if members is None:
-        members = _read_members(shards)
-        if index is not None and len(members.names) >= KEPT_FROM:
-            _save_index(index, members, states)
-    return members
-
-
-def _read_members(shards: list[Path]) -> Members:
-    places: dict[str, tuple[int, int, int]] = {}
+def _list_members(shards: list[Path], titles: list[str]) -> tuple[dict[str, Place], dict[str, str], dict[str, str]]:
+    """Return the places of all images by name, labels by key of the sample, and what is wrong by damaged shard."""
+    places: dict[str, Place] = {}
     notes: dict[str, str] = {}
     damage: dict[str, str] = {}
     next_log = time.monotonic() + LOG_INTERVAL
-    for number, (shard, title) in enumerate(zip(shards, _name_shards(shards), strict=True)):
+    for number, (shard, title) in enumerate(zip(shards, titles, strict=True)):
         if time.monotonic() > next_log:
             log.info("listing shards: %d of %d, %s images so far", number, len(shards), f"{len(places):,}")
             next_log = time.monotonic() + LOG_INTERVAL
         problem = _list_shard(shard, title, number, places, notes)
         if problem is not None:
             damage[f"{title}.tar"] = problem
-    labels = [notes[_find_key(name)] for name in places if _find_key(name) in notes]
-    if 0 < len(labels) < len(places):
-        log.info("labels are not used: %d of %d images have none", len(places) - len(labels), len(places))
-    rows = np.array([*places.values(), *[(-1, -1, -1)] * len(damage)], dtype=np.int64).reshape(-1, 3)
-    return Members([*places, *damage], rows, labels if len(labels) == len(places) else [], list(damage.values()))
+    return places, notes, damage
 
 
-def _load_index(path: Path, states: NDArray[np.int64]) -> Members | None:
-    """Return what `_save_index` kept; None if there is nothing, or a shard has changed since."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            if not np.array_equal(arrays["states"], states):
-                return None
-            texts = json.loads(arrays["texts"].tobytes())
-            members = Members(texts["names"], arrays["places"], texts["labels"], texts["damage"])
-    except Exception:  # a damaged archive makes NumPy and zipfile raise many kinds of error; it is made again
-        return None
-    mark_used(path)
-    return members
-
-
-def _save_index(path: Path, members: Members, states: NDArray[np.int64]) -> None:
-    text = json.dumps({"names": members.names, "labels": members.labels, "damage": members.damage}).encode()
-
-    def write(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            np.savez(file, texts=np.frombuffer(text, np.uint8), places=members.places, states=states)
-
-    try:
-        make_room(path, len(text) + members.places.nbytes)
-        with lock_entry(path):
-            write_atomically(path, write)
-    except OutputError as error:
-        log.debug("%s is not kept: %s", path, error)  # one can do without
-
-
-def _list_shard(
-    shard: Path, title: str, number: int, places: dict[str, tuple[int, int, int]], notes: dict[str, str]
-) -> str | None:
-    """Add the images of a shard, and the labels that its notes hold; links and the like are passed over.
-
-    Returns:
-        What is wrong with the shard; None for a complete one.
-    """
+def _list_shard(shard: Path, title: str, number: int, places: dict[str, Place], notes: dict[str, str]) -> str | None:
+    """Add the images of a shard and the labels of its notes, without links and the like; return what is wrong."""
     before = len(places)
     try:
         # "r:" is without compression, so that a place in the archive is a place in the file.
@@ -236,9 +165,8 @@ def _list_shard(
     if problem is None:
         return None
     count = len(places) - before
-    if not count:
-        return f"is no tar file ({problem})"
-    return f"is cut or damaged ({problem}); only what is before that is used, {count} images"
+    damaged = f"is cut or damaged ({problem}); only what is before that is used, {count} images"
+    return damaged if count else f"is no tar file ({problem})"
 
 
 def _check_end(shard: Path, place: int) -> str | None:
@@ -258,7 +186,7 @@ def _explain_compressed(shard: str | Path) -> str:
 def _is_compressed(shard: Path) -> bool:
     try:
         with open(shard, "rb") as file:
-            return file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
+            return file.read(6).startswith(COMPRESSED_MAGIC)
     except OSError:
         return False
 
@@ -284,9 +212,12 @@ def _read_label(content: IO[bytes] | None, base: str) -> str | None:
     return str(value) if usable and str(value) else None
 
 
-def _number_labels(labels: list[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
-    """Return integers as they are, words by the number of their class; for reporting only."""
-    if not labels:
+def _number_labels(names: list[str], notes: dict[str, str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
+    """Return integers as they are, words by the number of their class; None unless every image has a label."""
+    labels = [notes[key] for key in map(_find_key, names) if key in notes]
+    if len(labels) < len(names):
+        if labels:
+            log.info("labels are not used: %d of %d images have none", len(names) - len(labels), len(names))
         return None, None
     if all(re.fullmatch(r"-?\d{1,18}", label) for label in labels):
         return np.array([int(label) for label in labels], dtype=np.int64), None

@@ -1,4 +1,4 @@
-"""The three views of a sample: plain for features and calibration, weak for selection, strong for training.
+"""Make the three views of a sample: plain for features and calibration, weak for selection, strong for training.
 
 A batch is handled at once, with parameters of its own for every image. All of them are drawn from one CPU
 generator and then moved, so that a seed gives the same views on every device.
@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdc_plugin.data.views.colour import COLOUR_OPERATIONS
-from cdc_plugin.data.views.geometry import GEOMETRIC_OPERATIONS, random_crops, warp
+from cdc_plugin.data.views.operations import (
+    COLOUR_OPERATIONS,
+    GEOMETRIC_OPERATIONS,
+    identity_maps,
+    random_crops,
+    warp,
+)
 from cdc_plugin.errors import UserError
 
 OPERATIONS = ("identity", *COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)
@@ -33,19 +38,14 @@ def storage_size(input_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class ViewSettings:
-    """How views are made.
+class CropSettings:
+    """The input of a network, and random crops of it.
 
     Args:
         input_size: side of the views.
         mean, std: statistics that images in [0, 1] are normalised with.
         flip: mirror half of the images; off for digits, letters and the like.
         crop_scale: smallest area of a random crop.
-        aspect: range of a crop's width over height.
-        operations: random operations on every strong view; 0 for none.
-        cutout: largest side in pixels of the hole in a strong view; 0 for none, None for half of the input
-            and at most 32.
-        excluded: names of operations that are never drawn.
     """
 
     input_size: int
@@ -53,12 +53,33 @@ class ViewSettings:
     std: tuple[float, float, float]
     flip: bool = True
     crop_scale: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.crop_scale <= 1:
+            raise UserError(f"crop_scale is a share of the area, above 0 and up to 1; found {self.crop_scale}")
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise UserError(f"mean and std take 3 numbers, std above 0; found {self.mean} and {self.std}")
+
+
+@dataclass(frozen=True)
+class ViewSettings(CropSettings):
+    """How views are made.
+
+    Args:
+        aspect: range of a crop's width over height.
+        operations: random operations on every strong view; 0 for none.
+        cutout: largest side in pixels of the hole in a strong view; 0 for none, None for half of the input
+            and at most 32.
+        excluded: names of operations that are never drawn.
+    """
+
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     operations: int = 4
     cutout: int | None = None
     excluded: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         unknown = set(self.excluded) - set(OPERATIONS)
         if unknown:
             raise UserError(
@@ -66,12 +87,8 @@ class ViewSettings:
             )
         if self.operations and not self.allowed:
             raise UserError("every operation is excluded; set the number of operations to 0 instead")
-        if not 0 < self.crop_scale <= 1:
-            raise UserError(f"crop_scale is a share of the area, above 0 and up to 1; found {self.crop_scale}")
         if not 0 < self.aspect[0] <= self.aspect[1]:
             raise UserError(f"aspect goes from a smaller to a larger ratio above 0; found {self.aspect}")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise UserError(f"mean and std take 3 numbers, std above 0; found {self.mean} and {self.std}")
         if self.operations < 0 or self.largest_hole < 0 or self.input_size < 1:
             raise UserError(
                 "input_size is at least 1, operations and cutout at least 0; found "
@@ -80,7 +97,7 @@ class ViewSettings:
 
     @property
     def allowed(self) -> list[str]:
-        """The operations that may be drawn."""
+        """Return the operations that may be drawn."""
         return [name for name in OPERATIONS if name not in self.excluded]
 
     @property
@@ -109,8 +126,7 @@ def view_settings(network: TakesImages, **augmentation: Any) -> ViewSettings:
 
 @dataclass(frozen=True)
 class Share:
-    """Which images of a batch are at hand: what is random is drawn for the whole batch, so that they look the same
-    whoever makes their views.
+    """The images of a batch that are at hand; random numbers are drawn for all, so that views do not depend on it.
 
     Args:
         count: B, images of the whole batch.
@@ -124,29 +140,23 @@ class Share:
 def make_views(
     images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain, weak and strong view of uint8 images (n, 3, S, S), in the channels-last layout.
-
-    Convolutions on CPUs take about a third less time in that layout, and it suits GPUs as well.
+    """Return plain, weak and strong view of uint8 images (n, 3, S, S), in the channels-last layout.
 
     Args:
         share: which images of a batch these are; None for all of them.
     """
-    views = (
-        plain_view(images, settings),
-        weak_view(images, settings, generator, share),
-        strong_view(images, settings, generator, share),
-    )
-    plain, weak, strong = map(channels_last, views)
-    return plain, weak, strong
+    plain = channels_last(plain_view(images, settings))
+    weak = channels_last(weak_view(images, settings, generator, share))
+    return plain, weak, channels_last(strong_view(images, settings, generator, share))
 
 
 def channels_last(view: Tensor) -> Tensor:
-    """The layout that convolutions like best."""
+    """Return a view in the layout in which convolutions take a third less time on CPUs, and which suits GPUs too."""
     return view.contiguous(memory_format=torch.channels_last)
 
 
 def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
-    """The whole image up to 96 pixels, above the centre crop that leaves out the margin; nothing is random.
+    """Return the whole image up to 96 pixels, above the centre crop that leaves out the margin; nothing is random.
 
     Args:
         images: uint8 (B, 3, S, S); S need not be the storage size of the input size.
@@ -162,37 +172,29 @@ def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
 
 
 def weak_view(images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None) -> Tensor:
-    """A random resized crop, mirrored half of the time.
-
-    Args:
-        images: uint8 (n, 3, S, S).
-        share: as in `make_views`.
-    """
+    """Return a random resized crop, mirrored half of the time; arguments as in `make_views`."""
     _check(images)
-    share = share or _whole(images)
+    share = share or Share(len(images), torch.arange(len(images)))
     crops = random_crops(share.count, settings.crop_scale, settings.aspect, generator)[share.rows]
-    flip = _random_flips(share.count, settings, generator)[share.rows]
+    flip = random_flips(share.count, settings, generator)[share.rows]
     return _normalise(warp(images.float(), crops, flip, None, settings.input_size), settings)
 
 
 def strong_view(
     images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
 ) -> Tensor:
-    """A random resized crop, mirrored half of the time, random operations and a square hole.
+    """Return a random resized crop, mirrored half of the time, with random operations and a square hole.
 
     Each slot draws one of the operations and a magnitude for every image. The geometric ones are merged with
     the crop into a single interpolation, the colour ones follow in the order of their slots: one after
-    another as in RandAugment would blur the image with every step and cost several times as much.
-
-    Args:
-        images: uint8 (n, 3, S, S).
-        share: as in `make_views`.
+    another as in RandAugment would blur the image with every step and cost several times as much. Arguments as in
+    `make_views`.
     """
     _check(images)
-    share = share or _whole(images)
+    share = share or Share(len(images), torch.arange(len(images)))
     count, rows, size = share.count, share.rows, settings.input_size
     crops = random_crops(count, settings.crop_scale, settings.aspect, generator)[rows]
-    flip = _random_flips(count, settings, generator)[rows]
+    flip = random_flips(count, settings, generator)[rows]
     drawn = torch.randint(max(len(settings.allowed), 1), (settings.operations, count), generator=generator)[:, rows]
     strength = torch.rand(settings.operations, count, generator=generator)[:, rows]
     maps = _merged_maps(settings.allowed, drawn, strength)
@@ -202,18 +204,12 @@ def strong_view(
     return _cut_out(_normalise(levels.float(), settings), settings.largest_hole, generator, share)
 
 
-def _whole(images: Tensor) -> Share:
-    return Share(len(images), torch.arange(len(images)))
-
-
 def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
-    """The geometric operations of all slots as one affine map an image, (B, 3, 3).
+    """Merge the geometric operations of all slots into one affine map per image, (B, 3, 3).
 
-    Args:
-        drawn: (slots, B) index into ``allowed``.
-        strength: (slots, B) from 0 to 1, the place of the magnitude in its range.
+    ``drawn`` (slots, B) are indices into ``allowed``, ``strength`` (slots, B) places of magnitudes in their range.
     """
-    maps = torch.eye(3).repeat(drawn.shape[1], 1, 1)
+    maps = identity_maps(drawn.shape[1])
     for operations, shares in zip(drawn, strength, strict=True):
         for number, name in enumerate(allowed):
             if name not in GEOMETRIC_OPERATIONS:
@@ -238,25 +234,23 @@ def _recolour(levels: Tensor, allowed: list[str], drawn: Tensor, strength: Tenso
         sizes = torch.bincount(operations, minlength=len(allowed)).tolist()
         groups = levels.index_select(0, order.to(levels.device)).split(sizes)
         magnitudes = shares[where].to(levels.device).split(sizes)
-        changed = []
-        for name, group, share in zip(allowed, groups, magnitudes, strict=True):
-            if name in COLOUR_OPERATIONS and len(group):
+        changed = list(groups)
+        for number, name in enumerate(allowed):
+            if name in COLOUR_OPERATIONS and sizes[number]:
                 operation, low, high = COLOUR_OPERATIONS[name]
-                changed.append(operation(group, low + (high - low) * share))
-            else:
-                changed.append(group)
+                changed[number] = operation(groups[number], low + (high - low) * magnitudes[number])
         levels = torch.cat(changed)
     return levels.index_select(0, where.argsort().to(levels.device))
 
 
-def _random_flips(count: int, settings: ViewSettings, generator: torch.Generator) -> Tensor:
-    """(count,) -1 for mirrored, else 1; drawn even if unused, so that other draws do not depend on it."""
+def random_flips(count: int, settings: CropSettings, generator: torch.Generator) -> Tensor:
+    """Draw (count,) -1 for mirrored, else 1; drawn even if unused, so that other draws do not depend on it."""
     flips = torch.randint(2, (count,), generator=generator).float() * 2 - 1
     return flips if settings.flip else torch.ones(count)
 
 
 def _normalise(pixels: Tensor, settings: ViewSettings) -> Tensor:
-    """Float pixels from 0 to 255 to normalised ones, in place."""
+    """Normalise float pixels from 0 to 255 in place."""
     mean = torch.tensor(settings.mean, device=pixels.device).view(1, 3, 1, 1)
     std = torch.tensor(settings.std, device=pixels.device).view(1, 3, 1, 1)
     return pixels.mul_(1 / (255 * std)).sub_(mean / std)

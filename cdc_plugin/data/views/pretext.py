@@ -1,4 +1,4 @@
-"""The two random views of the pretext task: crop, flip, colour jitter, grayscale and blur (appendix of the paper).
+"""Make the random views of the pretext task: crop, flip, colour jitter, grayscale, blur (appendix of the paper).
 
 As in `data.views` a batch is handled at once, on its device, with parameters of its own for every image; all of
 them are drawn from one CPU generator.
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cdc_plugin.data.views.geometry import random_crops, warp
+from cdc_plugin.data.views import CropSettings, random_flips
+from cdc_plugin.data.views.operations import random_crops, warp
 from cdc_plugin.errors import UserError
 
 ASPECT = (3 / 4, 4 / 3)
@@ -20,31 +21,21 @@ BLUR_SIGMA = (0.1, 2.0)  # pixels, as in SimCLR and MoCo-v2
 
 
 @dataclass(frozen=True)
-class PretextSettings:
+class PretextSettings(CropSettings):
     """How the views of the pretext task are made.
 
     Args:
-        input_size: side of the views.
-        mean, std: statistics that images in [0, 1] are normalised with.
-        flip: mirror half of the images.
-        crop_scale: smallest area of a random crop.
         jitter: largest change of brightness, contrast, saturation and hue; hue in turns of the colour circle.
         jitter_share, grayscale, blur: share of the views that are changed so.
     """
 
-    input_size: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    flip: bool = True
-    crop_scale: float = 0.2
     jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)
     jitter_share: float = 0.8
     grayscale: float = 0.2
     blur: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.crop_scale <= 1:
-            raise UserError(f"crop_scale is a share of the area, above 0 and up to 1; found {self.crop_scale}")
+        super().__post_init__()
         if len(self.jitter) != 4 or not all(0 <= value <= 1 for value in self.jitter) or self.jitter[3] > 0.5:
             raise UserError(
                 "jitter takes 4 numbers from 0 to 1, for brightness, contrast, saturation and hue (up to 0.5); "
@@ -53,16 +44,14 @@ class PretextSettings:
         for name in ("jitter_share", "grayscale", "blur"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is a share of the views, from 0 to 1; found {getattr(self, name)}")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise UserError(f"mean and std take 3 numbers, std above 0; found {self.mean} and {self.std}")
 
 
 def pretext_view(images: Tensor, settings: PretextSettings, generator: torch.Generator) -> Tensor:
-    """One random view of uint8 images (B, 3, S, S), normalised, in the channels-last layout."""
+    """Return one random view of uint8 images (B, 3, S, S), normalised, in the channels-last layout."""
     count, device = len(images), images.device
     crops = random_crops(count, settings.crop_scale, ASPECT, generator)
-    flips = torch.randint(2, (count,), generator=generator).float() * 2 - 1
-    pixels = warp(images.float(), crops, flips if settings.flip else torch.ones(count), None, settings.input_size)
+    flips = random_flips(count, settings, generator)
+    pixels = warp(images.float(), crops, flips, None, settings.input_size)
     pixels = _jitter(pixels.mul_(1 / 255).clamp_(0, 1), settings, generator)
     gray = (torch.rand(count, generator=generator) < settings.grayscale).to(device)
     pixels = torch.where(gray.view(-1, 1, 1, 1), _luma(pixels), pixels)
@@ -78,17 +67,17 @@ def pretext_view(images: Tensor, settings: PretextSettings, generator: torch.Gen
 
 
 def change_brightness(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Towards black: 0 is black, 1 the image; pixels (B, 3, H, W) lie in [0, 1], as in all that follows."""
+    """Blend with black: 0 is black, 1 the image; pixels (B, 3, H, W) lie in [0, 1], as in all that follows."""
     return (pixels * factor.view(-1, 1, 1, 1)).clamp_(0, 1)
 
 
 def change_contrast(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Towards the mean gray of the image: 0 is flat, 1 the image."""
+    """Blend with the mean gray of the image: 0 is flat, 1 the image."""
     return _lerp(_luma(pixels).mean(dim=(2, 3), keepdim=True), pixels, factor)
 
 
 def change_saturation(pixels: Tensor, factor: Tensor) -> Tensor:
-    """Towards gray: 0 is gray, 1 the image."""
+    """Blend with gray: 0 is gray, 1 the image."""
     return _lerp(_luma(pixels), pixels, factor)
 
 
@@ -123,27 +112,23 @@ def gaussian_blur(pixels: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _jitter(pixels: Tensor, settings: PretextSettings, generator: torch.Generator) -> Tensor:
-    """Colour jitter on a share of the images.
+    """Change the colours of a share of the images, in an order that is drawn for the batch.
 
-    The order of the four changes is drawn for the batch; torchvision draws one for every image, which would take
-    the batch apart.
+    Torchvision draws one for every image, which would take the batch apart.
     """
     count = len(pixels)
     chosen = torch.rand(count, generator=generator) < settings.jitter_share
     drawn = 2 * torch.rand(4, count, generator=generator) - 1
-    order = torch.randperm(4, generator=generator).tolist()
-    for number in order:
-        strength = settings.jitter[number]
-        if strength == 0:
-            continue
-        change, still = _CHANGES[number]
-        amount = torch.where(chosen, still + strength * drawn[number], still)
-        pixels = change(pixels, amount.to(pixels.device))
+    for number in torch.randperm(4, generator=generator).tolist():
+        if settings.jitter[number] > 0:
+            change, still = _CHANGES[number]
+            amount = torch.where(chosen, still + settings.jitter[number] * drawn[number], still)
+            pixels = change(pixels, amount.to(pixels.device))
     return pixels
 
 
 def _luma(pixels: Tensor) -> Tensor:
-    """(B, 1, H, W), ITU-R 601."""
+    """Return the luma (B, 1, H, W), ITU-R 601."""
     weights = torch.tensor([0.299, 0.587, 0.114], device=pixels.device).view(1, 3, 1, 1)
     return (pixels * weights).sum(dim=1, keepdim=True)
 

@@ -5,6 +5,7 @@ timm's differs in more than names: it averages before the last normalisation, so
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +32,11 @@ class PoolFormer(nn.Module):
 
     def __init__(self, depths: list[int], widths: list[int], pool: int) -> None:
         super().__init__()
-        self.patch_embed = _Embedding(3, widths[0], ENTRY)
+        self.patch_embed = _embed(3, widths[0], ENTRY)
         self.network = nn.ModuleList()
         for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
             if stage:
-                self.network.append(_Embedding(widths[stage - 1], width, BETWEEN))
+                self.network.append(_embed(widths[stage - 1], width, BETWEEN))
             self.network.append(nn.Sequential(*(_Block(width, pool) for _ in range(depth))))
         self.norm = nn.GroupNorm(1, widths[-1])
 
@@ -46,13 +47,8 @@ class PoolFormer(nn.Module):
         return self.norm(maps).mean(dim=(2, 3))
 
 
-class _Embedding(nn.Module):
-    def __init__(self, inputs: int, outputs: int, shape: tuple[int, int, int]) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(inputs, outputs, *shape)
-
-    def forward(self, maps: Tensor) -> Tensor:
-        return self.proj(maps)
+def _embed(inputs: int, outputs: int, shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(OrderedDict(proj=nn.Conv2d(inputs, outputs, *shape)))
 
 
 class _Block(nn.Module):
@@ -63,10 +59,8 @@ class _Block(nn.Module):
         self.norm1 = nn.GroupNorm(1, width)
         self.pool = nn.AvgPool2d(pool, stride=1, padding=pool // 2, count_include_pad=False)
         self.norm2 = nn.GroupNorm(1, width)
-        self.mlp = nn.Sequential()
-        self.mlp.add_module("fc1", nn.Conv2d(width, 4 * width, 1))
-        self.mlp.add_module("act", nn.GELU())
-        self.mlp.add_module("fc2", nn.Conv2d(4 * width, width, 1))
+        fc1, fc2 = nn.Conv2d(width, 4 * width, 1), nn.Conv2d(4 * width, width, 1)
+        self.mlp = nn.Sequential(OrderedDict(fc1=fc1, act=nn.GELU(), fc2=fc2))
         self.layer_scale_1 = nn.Parameter(1e-5 * torch.ones(width))
         self.layer_scale_2 = nn.Parameter(1e-5 * torch.ones(width))
 

@@ -1,8 +1,11 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from sklearn.cluster import KMeans
 
-from cdc_plugin.core.kmeans import kmeans, lloyd, nearest, seed_centers
+from cdc_plugin.core.kmeans import kmeans, lloyd, lloyd_blocks, nearest, seed_centers
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -70,13 +73,6 @@ def test_more_starts_are_never_worse():
     assert kmeans(points, 15, seeded(), starts=8).inertia <= kmeans(points, 15, seeded()).inertia
 
 
-def test_order_of_points_does_not_change_well_separated_clusters():
-    points = blobs(60, 3, 4) + 40 * torch.eye(4)[torch.arange(60) % 3]
-    order = torch.randperm(60, generator=seeded(5))
-    shuffled = kmeans(points[order], 3, seeded())
-    assert as_sets(shuffled.assignment[order.argsort()]) == as_sets(kmeans(points, 3, seeded()).assignment)
-
-
 def test_moving_all_points_far_away_changes_nothing():
     points = blobs(200, 5, 6).double()
     near = kmeans(points, 5, seeded())
@@ -132,15 +128,12 @@ def test_degenerate_points_give_finite_centers(points, clusters):
 
 
 def test_more_clusters_than_points_leave_every_point_alone():
-    points = blobs(5, 5, 3)
-    found = kmeans(points, 9, seeded())
-    assert found.assignment.tolist() == [0, 1, 2, 3, 4]
-    assert found.inertia == 0
+    found = kmeans(blobs(5, 5, 3), 9, seeded())
+    assert (found.assignment.tolist(), found.inertia) == ([0, 1, 2, 3, 4], 0)
 
 
 def test_a_center_without_points_stays_where_it_is():
-    points = torch.tensor([[0.0], [1.0]])
-    found = lloyd(points, torch.tensor([[0.5], [99.0]]))
+    found = lloyd(torch.tensor([[0.0], [1.0]]), torch.tensor([[0.5], [99.0]]))
     assert found.centers.tolist() == [[0.5], [99.0]]
 
 
@@ -155,3 +148,79 @@ def test_half_precision_and_gradients_are_no_obstacle():
 def test_no_points_or_no_clusters_are_refused(count, clusters):
     with pytest.raises(ValueError, match="at least one cluster and one point"):
         kmeans(torch.zeros(count, 2), clusters, seeded())
+
+
+class Blocks:
+    """Points in blocks; counts how often all of them were asked for."""
+
+    def __init__(self, points: torch.Tensor, *sizes: int) -> None:
+        self.parts = points.split(list(sizes)) if sizes else (points,)
+        self.passes = 0
+
+    def __call__(self):
+        self.passes += 1
+        return iter(self.parts)
+
+
+def test_two_pairs_in_two_blocks_by_hand():
+    points = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 2.0], [10.0, 2.0]])
+    blocks = Blocks(points, 2, 2)
+    start = torch.tensor([[1.0, 0.0], [9.0, 0.0]])
+    assert lloyd_blocks(blocks, start).tolist() == [[0.0, 1.0], [10.0, 1.0]]
+    assert blocks.passes == 2  # the second finds that nothing has moved
+    assert start.tolist() == [[1.0, 0.0], [9.0, 0.0]]
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 299), (100, 100, 100), (7, 0, 290, 3)], ids=str)
+@pytest.mark.parametrize("iterations", [1, 3, 20])
+def test_centres_are_those_of_lloyd_on_all_points_however_they_are_cut(sizes, iterations):
+    points = blobs(300, 6, 8)
+    start = points[:6].clone()
+    found = lloyd_blocks(Blocks(points, *sizes), start, iterations=iterations, tolerance=0.0)
+    expected = lloyd(points, start, iterations, tolerance=0.0)
+    torch.testing.assert_close(found, expected.centers, rtol=1e-5, atol=1e-5)
+    assert found.dtype == start.dtype
+
+
+def test_processes_with_points_of_their_own_find_the_centres_of_all():
+    points, meeting = blobs(300, 6, 8), threading.Barrier(3, timeout=30)
+    start, shares = points[:6].clone(), points.split([120, 180, 0])
+    sums = {}
+
+    def process(rank: int) -> torch.Tensor:
+        def total(own: torch.Tensor) -> torch.Tensor:
+            sums[rank] = own.clone()
+            meeting.wait()
+            own.copy_(sum(sums.values()))
+            meeting.wait()
+            return own
+
+        return lloyd_blocks(Blocks(shares[rank]), start.clone(), total, iterations=5, tolerance=0.0)
+
+    expected = lloyd_blocks(Blocks(points), start, iterations=5, tolerance=0.0)
+    with ThreadPoolExecutor(3) as pool:
+        for centers in pool.map(process, range(3)):
+            torch.testing.assert_close(centers, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cluster_without_points_keeps_its_centre():
+    points = torch.tensor([[0.0], [1.0], [4.0], [5.0]])
+    found = lloyd_blocks(Blocks(points, 3, 1), torch.tensor([[0.0], [5.0], [100.0]]))
+    assert found.tolist() == [[0.5], [4.5], [100.0]]
+
+
+def test_it_stops_when_centres_move_less_than_a_part_of_the_variance():
+    # Variance 4.25; centres move by 0.5 each, a sum of squares of 0.5, and then not at all.
+    points = torch.tensor([[0.0], [1.0], [4.0], [5.0]])
+    for tolerance, passes in ((0.5 / 4.25 * 1.01, 1), (0.5 / 4.25 * 0.99, 2)):
+        blocks = Blocks(points, 2, 2)
+        assert lloyd_blocks(blocks, torch.tensor([[0.0], [5.0]]), tolerance=tolerance).tolist() == [[0.5], [4.5]]
+        assert blocks.passes == passes
+
+
+def test_moving_all_points_far_away_moves_the_centres_with_them():
+    # Whole numbers, and sums of them in double precision: nothing is rounded but the means.
+    points = (blobs(200, 4, 3) * 8).round()
+    start = points[:4].clone()
+    near, far = (lloyd_blocks(Blocks(points + away, 77, 123), start + away) for away in (0.0, 4096.0))
+    torch.testing.assert_close(far - 4096.0, near, rtol=0, atol=1e-3)

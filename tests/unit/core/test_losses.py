@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,16 +14,12 @@ from cdc_plugin.core.losses import (
     l1_loss,
     label_smoothing_loss,
     negative_entropy,
-    plain_loss,
     pseudo_label_loss,
     soft_target_loss,
 )
 from cdc_plugin.errors import ConfigError
 
 ALL = ["focal", "l1", "label-smoothing", "mini-clusters", "none"]
-# Two samples of three clusters with probabilities 1/2, 1/4, 1/4 and 1/8, 1/8, 3/4; both of cluster 0.
-LOGITS = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]], dtype=torch.float64).log()
-FIRST = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
 
 
 def random_case(batch: int = 12, clusters: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,12 +37,6 @@ def test_pseudo_label_loss_by_hand():
     logits = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0], [5.0, 0.0]])
     loss = pseudo_label_loss(logits, torch.tensor([0, 1, 1]), torch.tensor([True, True, False]))
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
-
-
-def test_soft_target_loss_by_hand():
-    logits = torch.tensor([[0.0, math.log(3.0)]])
-    expected = -(0.5 * math.log(1 / 4) + 0.5 * math.log(3 / 4))
-    assert soft_target_loss(logits, torch.tensor([[0.5, 0.5]])).item() == pytest.approx(expected)
 
 
 def test_negative_entropy_by_hand():
@@ -79,15 +70,6 @@ def test_gradients_agree_with_finite_differences():
     assert torch.autograd.gradcheck(negative_entropy, logits)
 
 
-def test_order_of_samples_and_numbers_of_clusters_do_not_matter():
-    logits, targets = random_case()
-    samples = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-    clusters = torch.tensor([2, 0, 3, 1])
-    before = calibration_loss(logits, targets, 1.0)
-    after = calibration_loss(logits[samples][:, clusters], targets[samples][:, clusters], 1.0)
-    torch.testing.assert_close(after, before)
-
-
 def test_a_constant_added_to_a_row_of_logits_changes_no_loss():
     logits, targets = random_case()
     shift = torch.arange(12.0).unsqueeze(1) * 10
@@ -102,42 +84,14 @@ def test_even_clusters_have_the_least_negative_entropy():
         assert negative_entropy(collapsed).item() == pytest.approx(0, abs=1e-6)
 
 
-def test_untrusted_samples_get_no_gradient():
+@pytest.mark.parametrize("trusted", [[0, 2], []])
+def test_untrusted_samples_get_no_gradient(trusted):
     logits = torch.randn(4, 3).requires_grad_()
-    pseudo_label_loss(logits, torch.tensor([0, 1, 2, 0]), torch.tensor([True, False, True, False])).backward()
-    assert logits.grad is not None
-    assert not logits.grad[[1, 3]].any()
-    assert logits.grad[[0, 2]].abs().sum() > 0
-
-
-def test_no_trusted_sample_gives_zero_with_zero_gradient():
-    logits = torch.randn(4, 3).requires_grad_()
-    loss = pseudo_label_loss(logits, torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.bool))
-    loss.backward()
-    assert loss.item() == 0
-    assert logits.grad is not None
-    assert not logits.grad.any()
-
-
-@pytest.mark.parametrize("size", [1e2, 1e4, 1e30])
-@pytest.mark.parametrize("clusters", [2, 7])
-def test_huge_logits_and_hard_targets_leave_losses_and_gradients_finite(size, clusters):
-    logits = torch.full((6, clusters), -size)
-    logits[:, 0] = size
-    logits.requires_grad_()
-    targets = F.one_hot(torch.zeros(6, dtype=torch.long), clusters).float()
-    loss = calibration_loss(logits, targets, 1.0)
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert logits.grad is not None
-    assert torch.isfinite(logits.grad).all()
-
-
-def test_a_batch_of_one_sample_will_do():
-    logits = torch.randn(1, 2).requires_grad_()
-    calibration_loss(logits, torch.tensor([[0.3, 0.7]]), 1.0).backward()
-    assert logits.grad is not None
-    assert torch.isfinite(logits.grad).all()
+    mask = torch.isin(torch.arange(4), torch.tensor(trusted))
+    loss = pseudo_label_loss(logits, torch.tensor([0, 1, 2, 0]), mask)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.any(dim=1).tolist() == mask.tolist()
+    assert (loss > 0) == bool(trusted)
 
 
 def labelled_case(batch: int = 20, clusters: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,33 +105,18 @@ def one_hot(labels: torch.Tensor, clusters: int = 5) -> torch.Tensor:
     return F.one_hot(labels, clusters).double()
 
 
-def test_the_names_are_those_of_the_comparison():
+def test_the_names_and_strengths_are_those_of_the_comparison():
     assert calibrations.names() == ALL
     assert [name for name in ALL if calibrations.get(name).regional] == ["mini-clusters"]
-    assert {name: calibrations.get(name).strength for name in ("label-smoothing", "focal", "l1")} == {
-        "label-smoothing": 0.1,
-        "focal": 3.0,
-        "l1": 0.01,
-    }
+    assert [calibrations.get(name).strength for name in ALL] == [3.0, 0.01, 0.1, 0.0, 0.0]
 
 
-def test_mini_clusters_is_the_soft_target_loss_at_any_strength():
+@pytest.mark.parametrize("name", ["mini-clusters", "none"])
+def test_without_a_penalty_the_loss_is_that_of_the_targets_at_any_strength(name):
     logits, labels = labelled_case()
     targets = 0.7 * one_hot(labels) + 0.06
     for strength in (0.0, 2.0):
-        assert calibrations.get("mini-clusters").loss(logits, targets, strength) == soft_target_loss(logits, targets)
-
-
-def test_no_penalty_is_cross_entropy_with_the_labels():
-    logits, labels = labelled_case()
-    assert plain_loss(logits, one_hot(labels), 5.0).item() == pytest.approx(F.cross_entropy(logits, labels).item())
-
-
-def test_label_smoothing_by_hand():
-    # e = .3 and C = 3 make targets .8, .1, .1; logs of 1/2, 1/4, 3/4, 1/8 are -1, -2, log2(3) - 2, -3 times log 2.
-    first = 0.8 * 1 + 0.1 * 2 + 0.1 * 2
-    second = 0.8 * 3 + 0.1 * 3 + 0.1 * (2 - math.log2(3))
-    assert label_smoothing_loss(LOGITS, FIRST, 0.3).item() == pytest.approx(math.log(2) * (first + second) / 2)
+        assert calibrations.get(name).loss(logits, targets, strength) == soft_target_loss(logits, targets)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5, 1.0])
@@ -185,11 +124,6 @@ def test_label_smoothing_is_that_of_torch(smoothing):
     logits, labels = labelled_case()
     expected = F.cross_entropy(logits, labels, label_smoothing=smoothing).item()
     assert label_smoothing_loss(logits, one_hot(labels), smoothing).item() == pytest.approx(expected)
-
-
-def test_focal_loss_by_hand():
-    first, second = (1 / 2) ** 2 * 1, (7 / 8) ** 2 * 3  # (1 - p)^2 · -log2 p for p = 1/2 and 1/8
-    assert focal_loss(LOGITS, FIRST, 2.0).item() == pytest.approx(math.log(2) * (first + second) / 2)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 3.0])
@@ -209,13 +143,6 @@ def test_l1_loss_by_hand():
     assert l1_loss(logits, targets, 0.1).item() == pytest.approx(entropy + 0.1 * (math.log(3) + 4) / 2)
 
 
-def test_l1_loss_is_cross_entropy_and_a_norm():
-    logits, labels = labelled_case()
-    norm = np.linalg.norm(logits.numpy(), ord=1, axis=1).mean()
-    expected = F.cross_entropy(logits, labels).item() + 0.01 * norm
-    assert l1_loss(logits, one_hot(labels), 0.01).item() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_the_order_of_samples_and_clusters_changes_nothing(name):
     logits, labels = labelled_case()
@@ -229,9 +156,8 @@ def test_the_order_of_samples_and_clusters_changes_nothing(name):
 @pytest.mark.parametrize("name", ALL)
 def test_no_strength_is_no_penalty(name):
     logits, labels = labelled_case()
-    assert calibrations.get(name).loss(logits, one_hot(labels), 0.0).item() == pytest.approx(
-        F.cross_entropy(logits, labels).item()
-    )
+    expected = F.cross_entropy(logits, labels).item()
+    assert calibrations.get(name).loss(logits, one_hot(labels), 0.0).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["label-smoothing", "focal", "l1"])
@@ -250,13 +176,14 @@ def test_a_penalty_makes_the_sure_less_sure_than_plain_cross_entropy(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("size", [1e4, 30.0])
+@pytest.mark.parametrize("size", [30.0, 1e4, 1e30])
 @pytest.mark.parametrize("right", [0, 1])
 def test_huge_logits_give_finite_losses_and_gradients(name, size, right):
     calibration = calibrations.get(name)
     logits = torch.tensor([[size, -size, 0.0]] * 2, requires_grad=True)
     for strength in (calibration.strength, 0.5):  # a focal power below 1 has an infinite slope at p = 1
-        loss = calibration.loss(logits, torch.eye(3)[[right, right]], strength)
+        fit = partial(calibration.loss, strength=strength)
+        loss = calibration_loss(logits, torch.eye(3)[[right, right]], 1.0, fit)
         (gradient,) = torch.autograd.grad(loss, logits)
         assert math.isfinite(loss.item())
         assert gradient.isfinite().all()

@@ -54,28 +54,21 @@ def test_an_empty_cluster_has_no_prototype(randomness):
     assert len(fit_prototypes(features, assignment, 5).centers) == 2
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_too_few_images_flag_nothing(count):
-    prototypes = fit_prototypes(torch.eye(4)[:count], torch.zeros(count, dtype=torch.long), 2)
-    assert prototypes.limit == math.inf
+@pytest.mark.parametrize("features", [torch.eye(4)[:1], torch.eye(4)[:3], torch.ones(50, 4)], ids=["1", "3", "equal"])
+def test_few_or_equal_images_give_finite_distances_and_too_few_flag_nothing(features):
+    prototypes = fit_prototypes(features, torch.zeros(len(features), dtype=torch.long), 2)
     assert torch.isfinite(prototypes.distance(torch.eye(4))).all()
-
-
-def test_collapsed_features_give_finite_distances():
-    prototypes = fit_prototypes(torch.ones(50, 6), torch.zeros(50, dtype=torch.long), 3)
-    assert torch.isfinite(prototypes.distance(torch.ones(5, 6))).all()
+    assert (prototypes.limit == math.inf) == (len(features) < 4)
 
 
 def test_each_half_of_the_images_is_measured_by_the_prototypes_of_the_other_for_the_limit(randomness):
-    features, assignment = blobs(400, 6, 2, randomness)
+    features, _ = blobs(400, 6, 2, randomness)
     assignment = torch.arange(400) // 2 % 2  # clusters in both halves
     features = torch.where((torch.arange(400) % 2 == 0)[:, None], features, features + 1.0)  # unlike halves
-    parts = [slice(0, None, 2), slice(1, None, 2)]
-    distances = torch.cat(
-        [
-            fit_prototypes(features[fitted], assignment[fitted], 2).distance(features[measured])
-            for fitted, measured in (parts, parts[::-1])
-        ]
-    )
-    limit = distances.sort().values[int(0.99 * 400)].item()
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    distances = [
+        fit_prototypes(features[fitted], assignment[fitted], 2).distance(features[measured])
+        for fitted, measured in ((even, odd), (odd, even))
+    ]
+    limit = torch.cat(distances).sort().values[int(0.99 * 400)].item()
     assert fit_prototypes(features, assignment, 2).limit == pytest.approx(limit, rel=1e-4)

@@ -12,14 +12,6 @@ class EntryPoint:
         return self.value
 
 
-def test_entries_are_looked_up_by_name_and_listed_in_alphabetical_order():
-    numbers = Registry("number", {"two": 2, "one": 1})
-    assert numbers.get("two") == 2
-    assert numbers.names() == ["one", "two"]
-    assert "one" in numbers
-    assert "three" not in numbers
-
-
 def test_a_typo_names_the_nearest_and_all_known_names():
     numbers = Registry("number", {"seven": 7, "nine": 9})
     with pytest.raises(ConfigError, match=r"unknown number 'sevn'; did you mean 'seven'\? \(known: nine, seven\)"):

@@ -34,41 +34,10 @@ def test_targets_agree_with_a_loop_over_mini_clusters(batch, clusters, mini_clus
     torch.testing.assert_close(targets.sum(dim=1), torch.ones(batch))
 
 
-def test_the_mean_prediction_of_the_batch_is_kept():
-    probs, assignment = random_case(64, 6, 9)
-    torch.testing.assert_close(mini_cluster_targets(probs, assignment, 9).mean(dim=0), probs.mean(dim=0))
-
-
-def test_targets_are_never_surer_than_predictions_on_average():
-    probs, assignment = random_case(64, 6, 9)
-    targets = mini_cluster_targets(probs, assignment, 9)
-    assert targets.max(dim=1).values.mean() <= probs.max(dim=1).values.mean()
-
-
-def test_shuffled_samples_and_renumbered_clusters_give_the_same_targets():
-    probs, assignment = random_case(40, 5, 6)
-    samples, clusters = torch.randperm(40, generator=seeded(2)), torch.randperm(5, generator=seeded(3))
-    renumbered = torch.randperm(6, generator=seeded(4))[assignment]
-    expected = mini_cluster_targets(probs, assignment, 6)[samples][:, clusters]
-    found = mini_cluster_targets(probs[samples][:, clusters], renumbered[samples], 6)
-    torch.testing.assert_close(found, expected)
-
-
 def test_empty_mini_clusters_leave_no_nan():
     probs, _ = random_case(10, 3, 1)
     targets = mini_cluster_targets(probs, torch.full((10,), 7), 50)
     torch.testing.assert_close(targets, probs.mean(dim=0).expand(10, 3))
-
-
-def test_one_mini_cluster_a_sample_keeps_predictions_as_they_are():
-    probs, _ = random_case(10, 3, 1)
-    torch.testing.assert_close(mini_cluster_targets(probs, torch.arange(10), 10), probs)
-
-
-def test_zero_probabilities_stay_zero():
-    probs = torch.eye(3).repeat(4, 1)
-    targets = mini_cluster_targets(probs, torch.arange(12) % 3, 3)
-    assert torch.equal(targets, probs)
 
 
 @pytest.mark.parametrize(("confidence", "count"), [(0.1, 20), (0.75, 20), (0.9, 125), (0.99, 333), (1.0, 333)])

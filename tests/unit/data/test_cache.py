@@ -4,9 +4,9 @@ import errno
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
 
@@ -39,6 +39,8 @@ def test_the_folder_is_the_users_choice_else_the_systems(tmp_path, monkeypatch):
     monkeypatch.setenv("CDC_CACHE", str(tmp_path / "mine"))
     assert cache.find_cache_folder() == tmp_path / "mine"
     assert cache.find_entry("features", "key") == tmp_path / "mine" / "features-key.npy"
+    monkeypatch.setenv("CDC_CACHE", "off")
+    assert cache.find_cache_folder() is cache.find_entry("images", "key") is None
     monkeypatch.delenv("CDC_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     if sys.platform == "linux":
@@ -48,20 +50,14 @@ def test_the_folder_is_the_users_choice_else_the_systems(tmp_path, monkeypatch):
         assert cache.find_cache_folder() == tmp_path / "xdg" / "cdc-plugin"
 
 
-def test_the_cache_can_be_switched_off(monkeypatch):
-    monkeypatch.setenv("CDC_CACHE", "off")
-    assert cache.find_cache_folder() is None
-    assert cache.find_entry("index", "key") is None
-
-
 def test_the_least_recently_used_entries_are_removed_and_only_as_many_as_it_takes(folder):
     keep(folder, "images-a-32.npy", 300, 300)
     keep(folder, "images-a-32.json", 50, 300)
     keep(folder, "features-b.npy", 300, 200)
-    keep(folder, "index-c.npz", 300, 100)
+    keep(folder, "images-c.npy", 300, 100)
     keep(folder, "my-thesis.tex", 900, 1000)  # not ours: neither counted nor removed
     cache.make_room(folder / "features-d.npy", 100)
-    assert names(folder) == ["features-b.npy", "index-c.npz", "my-thesis.tex"]
+    assert names(folder) == ["features-b.npy", "images-c.npy", "my-thesis.tex"]
     cache.mark_used(folder / "features-b.npy")
     cache.make_room(folder / "features-d.npy", 500)
     assert names(folder) == ["features-b.npy", "my-thesis.tex"]
@@ -105,7 +101,7 @@ def test_leftovers_of_killed_processes_are_removed_and_work_under_way_is_left(fo
 
 
 def test_one_thread_makes_an_entry_and_the_others_wait(folder):
-    path, made, answers = folder / "features-a.npy", [], []
+    path, made = folder / "features-a.npy", []
 
     def make():
         made.append(1)
@@ -113,15 +109,12 @@ def test_one_thread_makes_an_entry_and_the_others_wait(folder):
         path.write_text("complete")
         return "complete"
 
-    def ask():
-        answers.append(cache.find_or_make(path, lambda: path.read_text() if path.exists() else None, make))
+    def ask(_):
+        return cache.find_or_make(path, lambda: path.read_text() if path.exists() else None, make)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (answers, made) == (["complete"] * 4, [1])
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, range(4))) == ["complete"] * 4
+    assert made == [1]
     assert names(folder) == ["features-a.npy"]
 
 
@@ -171,13 +164,13 @@ def test_a_disk_too_full_for_a_lock_is_no_obstacle_but_one_that_cannot_be_writte
 
 @pytest.mark.skipif(os.name == "nt", reason="folders have no owner there")
 def test_a_folder_for_private_files_is_the_cache_or_ones_own(folder, tmp_path_factory, monkeypatch):
-    assert cache.find_scratch_folder() == folder
+    assert cache._find_scratch_folder() == folder
     monkeypatch.setenv("CDC_CACHE", "off")
     above = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(above))
-    private = cache.find_scratch_folder()
+    private = cache._find_scratch_folder()
     assert private.parent == above
     assert private.stat().st_mode & 0o077 == 0
     monkeypatch.setattr(os, "getuid", lambda: 123456)
     (above / "cdc-plugin-123456").mkdir()
-    assert cache.find_scratch_folder() is None
+    assert cache._find_scratch_folder() is None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from cdc_plugin.data.decode import UnreadableImageError
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.data.stream import open_stream, read_images
@@ -51,17 +52,19 @@ def test_a_folder_in_chunks_is_what_it_is_in_one_piece(photos, side, size):
     assert len(stream) == 20
 
 
-@pytest.mark.parametrize("layout", ["rgb", "gray", "float", "channels first", "wide"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda images: images,
+        lambda images: images[..., 0],
+        lambda images: images.astype(np.float32) / 255,
+        lambda images: np.ascontiguousarray(images.transpose(0, 3, 1, 2)),
+        lambda images: np.repeat(images, 2, axis=2),
+    ],
+    ids=["rgb", "gray", "float", "channels first", "wide"],
+)
 def test_array_files_in_chunks_are_what_they_are_in_one_piece(tmp_path, digits, layout):
-    images = digits[0][:20]
-    images = {
-        "rgb": images,
-        "gray": images[..., 0],
-        "float": images.astype(np.float32) / 255,
-        "channels first": np.ascontiguousarray(images.transpose(0, 3, 1, 2)),
-        "wide": np.repeat(images, 2, axis=2),
-    }[layout]
-    sources = files(tmp_path, images)
+    sources = files(tmp_path, layout(digits[0][:20]))
     assert len(sources) == 7
     for name, source in sources.items():
         for side in (32, 20):
@@ -90,12 +93,6 @@ def test_unreadable_images_are_told_and_the_places_of_the_others_are_right(photo
     assert len(stream.skipped) == 1  # a second pass does not count them twice
 
 
-def test_images_that_are_all_unreadable_are_refused(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"x")
-    with pytest.raises(UserError, match="none of the 1 images"):
-        list(open_stream(tmp_path, 32).chunks())
-
-
 def test_some_images_are_read_in_the_order_asked_for(tmp_path, photos, digits):
     wanted = [19, 0, 7, 7]
     for source in (photos, *files(tmp_path, digits[0][:20]).values()):
@@ -115,20 +112,17 @@ def test_an_image_asked_for_that_cannot_be_read_is_named(photos):
     assert (len(squares), len(skipped)) == (0, 1)
 
 
-def test_reading_goes_on_while_the_caller_works(photos):
+def test_reading_goes_on_while_the_caller_works(digits):
     """The second chunk is complete although it was not asked for."""
-    seen, read = threading.Event(), []
-    known = open_images(photos, 32)
+    seen = threading.Event()
 
     def content(index: int) -> Image.Image:
-        read.append(index)
-        if len(read) == 20:
+        if index == 19:
             seen.set()
-        return Image.fromarray(known.images[index])
+        return Image.fromarray(digits[0][index])
 
-    source = ImageSource(content, known.names, None, None, "", "mine", workers=2)
-    chunks = open_stream(source, 32).chunks(10)
-    next(chunks)
+    source = ImageSource(content, [str(index) for index in range(20)], None, None, "", "mine", workers=2)
+    next(open_stream(source, 32).chunks(10))
     assert seen.wait(10)
 
 
@@ -163,17 +157,6 @@ def test_labels_are_not_looked_at(tmp_path, digits):
     assert len(whole(tmp_path / "a.npz", 32, 4)[0]) == 4
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows keeps open files")
-@pytest.mark.parametrize("layout", ["uint8", "float"])
-def test_an_array_file_that_is_removed_meanwhile_is_read_to_its_end(tmp_path, digits, layout):
-    images = digits[0][:20]
-    np.save(tmp_path / "a.npy", images if layout == "uint8" else images.astype(np.float32) / 255)
-    chunks = open_stream(tmp_path / "a.npy", 32).chunks(6)
-    found = [next(chunks).squares]
-    (tmp_path / "a.npy").unlink()
-    np.testing.assert_array_equal(np.concatenate([*found, *(chunk.squares for chunk in chunks)]), images)
-
-
 @pytest.mark.parametrize("name", ["a.npy", "a.npz"])
 def test_an_array_file_that_is_cut_while_it_is_read_is_refused(tmp_path, digits, name):
     path = tmp_path / name
@@ -183,3 +166,48 @@ def test_an_array_file_that_is_cut_while_it_is_read_is_refused(tmp_path, digits,
     os.truncate(path, path.stat().st_size // 4)
     with pytest.raises(UserError, match="it ends early"):
         list(chunks)
+
+
+PIECES = [range(3, 9), range(9, 10), range(14, 20)]
+PLACES = [*range(3, 10), *range(14, 20)]
+
+
+@pytest.mark.parametrize("size", [1, 4, 6, 64])
+def test_pieces_of_every_kind_of_source_are_those_of_the_whole(tmp_path, digits, write_images, size):
+    folder = write_images(tmp_path / "photos", digits[0][:20])
+    for source in (folder, *files(tmp_path, digits[0][:20]).values()):
+        stream = open_stream(source, 32)
+        chunks = list(stream.chunks(size, PIECES))
+        assert np.concatenate([chunk.places for chunk in chunks]).tolist() == PLACES
+        np.testing.assert_array_equal(np.concatenate([chunk.squares for chunk in chunks]), digits[0][PLACES])
+        assert [name for chunk in chunks for name in chunk.names] == [stream.source.names[place] for place in PLACES]
+        for chunk in chunks:
+            assert len(chunk.places) <= size
+            assert sum(chunk.places[0] in piece and chunk.places[-1] in piece for piece in PIECES) == 1
+
+
+def counting_source(images, broken: set[int], asked: list[int]) -> ImageSource:
+    def read(index: int) -> Image.Image:
+        asked.append(index)
+        if index in broken:
+            raise UnreadableImageError(f"no {index}")
+        return Image.fromarray(images[index])
+
+    return ImageSource(read, [f"{place}.png" for place in range(len(images))], None, None, "", "mine")
+
+
+def test_only_pieces_are_read_and_what_cannot_be_is_told_by_its_place_in_the_source(digits):
+    asked: list[int] = []
+    stream = open_stream(counting_source(digits[0][:20], {0, 4, 9, 19}, asked), 32)
+    chunks = list(stream.chunks(4, PIECES))
+    assert asked == PLACES
+    assert stream.unreadable == [(4, "no 4"), (9, "no 9"), (19, "no 19")]
+    assert np.concatenate([chunk.places for chunk in chunks]).tolist() == [3, 5, 6, 7, 8, 14, 15, 16, 17, 18]
+
+
+def test_pieces_without_a_readable_image_do_not_condemn_the_source(digits):
+    stream = open_stream(counting_source(digits[0][:20], set(PLACES), []), 32)
+    assert list(stream.chunks(4, PIECES)) == []
+    assert [place for place, _ in stream.unreadable] == PLACES
+    with pytest.raises(UserError, match="none of the 20 images"):
+        list(open_stream(counting_source(digits[0][:20], {*range(20)}, []), 32).chunks())

@@ -10,12 +10,7 @@ from torch import nn
 from cdc_plugin.core.prototypes import fit_prototype_head
 from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead, build_head
-from cdc_plugin.models.initialise import (
-    build_prototype_heads,
-    keep_old_heads,
-    lift_linear,
-    match_cluster_numbers,
-)
+from cdc_plugin.models.initialise import build_initial_heads, keep_old_heads, lift_linear, match_cluster_numbers
 
 
 @pytest.fixture
@@ -39,14 +34,10 @@ def test_a_lifted_linear_head_gives_the_same_logits_on_any_input(features, rando
     assert lifted.layers == ClusterHead(12, hidden, 4).layers
 
 
-def test_a_lifted_head_agrees_on_batches_with_their_own_statistics_as_well(features, randomness):
+def test_a_lifted_head_agrees_on_batches_with_their_own_statistics_and_every_unit_can_learn(features, randomness):
     linear = linear_head()[0]
     lifted = lift_linear(linear, fit_prototype_head(features, 4, 16, randomness), features).train()
     torch.testing.assert_close(lifted(features), linear(features), rtol=1e-4, atol=1e-4)
-
-
-def test_every_unit_of_a_lifted_head_can_learn(features, randomness):
-    lifted = lift_linear(linear_head()[0], fit_prototype_head(features, 4, 16, randomness), features).train()
     lifted(features).square().sum().backward()
     assert (lifted[3].weight.grad.abs().sum(dim=0) > 0).all()
 
@@ -93,17 +84,14 @@ def test_prototype_clusters_take_the_numbers_of_the_old_clusters(randomness):
     points = 10 * torch.eye(12)[truth] + 0.1 * torch.randn(120, 12, generator=randomness)
     for shift in range(4):
         old = torch.eye(4)[(truth + shift) % 4].numpy()
-        made = build_prototype_heads(points, 4, 16, torch.Generator().manual_seed(shift), old)
+        made = build_initial_heads("prototypes", (), points, old, 4, 16, torch.Generator().manual_seed(shift))
         assert made.calibration.eval()(points).argmax(1).tolist() == old.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(("clusters", "old_clusters"), [(3, 5), (5, 3), (4, 4)])
 def test_numbers_are_a_permutation_whatever_the_sizes(clusters, old_clusters):
-    rng = np.random.default_rng(0)
-    order = match_cluster_numbers(
-        rng.integers(clusters, size=50), rng.integers(old_clusters, size=50), clusters, old_clusters
-    )
-    assert sorted(order) == list(range(clusters))
+    new, old = (np.random.default_rng(0).integers(size, size=50) for size in (clusters, old_clusters))
+    assert sorted(match_cluster_numbers(new, old, clusters, old_clusters)) == list(range(clusters))
 
 
 def test_numbers_are_matched_as_worked_by_hand():

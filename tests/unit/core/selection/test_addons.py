@@ -115,20 +115,8 @@ def test_prototype_filter_agrees_with_plain_loops(seed):
 
 
 @pytest.mark.parametrize("add", BOTH)
-def test_random_batches_try_both_answers_of_a_filter(add):
-    admitted = refused = 0
-    for seed in range(4):
-        seen, _ = random_batch(seed=seed)
-        selection = trusting(seen.probs, THIRD)
-        moderate = ~selection.mask & (seen.probs.max(dim=1).values > MODERATE)
-        admitted += int((add(selection, seen).mask & moderate).sum())
-        refused += int((~add(selection, seen).mask & moderate).sum())
-    assert admitted > 20
-    assert refused > 20
-
-
-@pytest.mark.parametrize("add", BOTH)
 def test_quota_grows_by_what_is_admitted_and_nothing_is_dropped(add):
+    admitted = refused = 0
     for seed in range(4):
         seen, _ = random_batch(seed=seed)
         before = trusting(seen.probs, THIRD)
@@ -136,7 +124,10 @@ def test_quota_grows_by_what_is_admitted_and_nothing_is_dropped(add):
         new = after.mask & ~before.mask
         assert after.mask[before.mask].all()
         assert torch.equal(after.labels, before.labels)
-        assert (after.quota - before.quota).tolist() == [int((new & (after.labels == c)).sum()) for c in range(5)]
+        assert torch.equal(after.quota - before.quota, torch.bincount(after.labels[new], minlength=5))
+        admitted += int(new.sum())
+        refused += int((~after.mask & (seen.probs.max(dim=1).values > MODERATE)).sum())
+    assert min(admitted, refused) > 20  # the batches try both answers
 
 
 @pytest.mark.parametrize("add", BOTH)
@@ -151,15 +142,6 @@ def test_order_of_the_samples_and_numbers_of_the_clusters_do_not_matter(add):
     )
     assert torch.equal(other.mask, one.mask[samples])
     assert torch.equal(other.quota, one.quota[clusters])
-
-
-@pytest.mark.parametrize("add", BOTH)
-def test_length_of_features_and_inputs_does_not_matter(add):
-    seen, _ = random_batch()
-    factors = 0.1 + 10 * torch.rand(60, 1, generator=torch.Generator().manual_seed(2))
-    longer = SelectionInput(seen.probs, seen.rows, seen.features * factors, seen.hidden * factors)
-    selection = trusting(seen.probs, THIRD)
-    assert torch.equal(add(selection, longer).mask, add(selection, seen).mask)
 
 
 @pytest.mark.parametrize("add", BOTH)
@@ -202,8 +184,9 @@ def test_vectors_that_cancel_have_no_direction_to_follow():
 
 
 def test_selectors_are_made_by_name():
+    for name in ("confident", "confident-column", "fixed", "flexmatch", "freematch", "gsf", "freematch+gsf+ppf"):
+        check_selection(name)
     assert type(make_selector("confident", 60, 5, 0.9, 0.9, CPU)) is Confident
-    assert type(make_selector("flexmatch", 60, 5, 0.9, 0.9, CPU)) is FlexMatch
     extended = make_selector("flexmatch+ppf", 60, 5, 0.9, 0.9, CPU)
     assert isinstance(extended, Extended)
     assert type(extended.base) is FlexMatch
@@ -259,8 +242,3 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
         check_selection(name)
     with pytest.raises(ConfigError, match=message):
         make_selector(name, 60, 5, 0.9, 0.9, CPU)
-
-
-def test_known_names_pass():
-    for name in ("confident", "confident-column", "fixed", "flexmatch", "freematch", "gsf", "freematch+gsf+ppf"):
-        check_selection(name)

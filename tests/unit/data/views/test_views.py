@@ -15,8 +15,7 @@ from cdc_plugin.data.views import (
     strong_view,
     weak_view,
 )
-from cdc_plugin.data.views.colour import COLOUR_OPERATIONS
-from cdc_plugin.data.views.geometry import GEOMETRIC_OPERATIONS, random_crops, warp
+from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, random_crops, warp
 from cdc_plugin.errors import UserError
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}  # views in levels from 0 to 255
@@ -81,22 +80,9 @@ def test_colour_operation_equals_pillow_up_to_one_level(name):
     result = operation(images, magnitude)
     for image, value, ours in zip(images, magnitude, result, strict=True):
         expected = from_pil(PILLOW_COLOUR[name](as_pil(image), float(value)))
-        assert (ours.int() - expected.int()).abs().max() <= 1
-
-
-@pytest.mark.parametrize("name", ["equalize", "solarize", "posterize"])
-def test_table_operation_equals_pillow_exactly(name):
-    operation, low, high = COLOUR_OPERATIONS[name]
-    images = noise(8, 32)
-    magnitude = torch.linspace(low, high, 8)
-    expected = [from_pil(PILLOW_COLOUR[name](as_pil(i), float(v))) for i, v in zip(images, magnitude, strict=True)]
-    assert torch.equal(operation(images, magnitude), torch.stack(expected))
-
-
-def test_solarize_by_hand():
-    levels = torch.tensor([0, 99, 100, 255], dtype=torch.uint8).repeat(1, 3, 4, 1)
-    solarized = COLOUR_OPERATIONS["solarize"][0](levels, torch.tensor([99.5]))
-    assert solarized[0, 0, 0].tolist() == [0, 99, 155, 0]
+        difference = (ours.int() - expected.int()).abs().max()
+        assert difference <= (0 if name in ("equalize", "solarize", "posterize") else 1)
+    assert len(OPERATIONS) == 14  # as in the paper
 
 
 @pytest.mark.parametrize("name", GEOMETRIC_OPERATIONS)
@@ -147,28 +133,18 @@ def test_crops_lie_within_the_image_and_follow_torchvision():
 
 
 def test_plain_view_is_the_image_normalised():
-    settings = ViewSettings(32, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
     images = noise(2, 32)
-    expected = (images / 255 - torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(
-        3, 1, 1
-    )
-    assert torch.allclose(plain_view(images, settings), expected, atol=1e-5)
+    expected = (images / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert torch.allclose(plain_view(images, ViewSettings(32, mean, std)), expected, atol=1e-5)
+    for size in (24, 112):
+        assert plain_view(images, ViewSettings(size, **PLAIN)).shape == (2, 3, size, size)
 
 
 def test_plain_view_of_stored_margin_is_the_centre_crop():
     images = noise(2, 256)
     view = plain_view(images, ViewSettings(224, **PLAIN))
     assert torch.allclose(view, images[:, :, 16:240, 16:240].float(), atol=1e-3)
-
-
-def test_plain_view_fits_images_of_another_size():
-    assert plain_view(noise(2, 32), ViewSettings(24, **PLAIN)).shape == (2, 3, 24, 24)
-    assert plain_view(noise(2, 32), ViewSettings(112, **PLAIN)).shape == (2, 3, 112, 112)
-
-
-def test_weak_view_of_a_constant_image_is_constant():
-    images = torch.full((5, 3, 32, 32), 77, dtype=torch.uint8)
-    assert torch.allclose(weak_view(images, ViewSettings(32, **PLAIN), generator()), torch.tensor(77.0), atol=0.01)
 
 
 def test_same_seed_gives_same_views_and_another_seed_others():
@@ -189,15 +165,6 @@ def test_global_random_state_is_neither_used_nor_changed():
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert torch.equal(strong_view(images, settings, generator()), first)
-
-
-def test_memory_layout_of_the_input_does_not_matter():
-    images, settings = noise(), ViewSettings(32, **PLAIN)
-    rows_last = images.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-    for one, other in zip(
-        make_views(images, settings, generator()), make_views(rows_last, settings, generator()), strict=True
-    ):
-        assert torch.allclose(one, other, atol=1.01)
 
 
 @pytest.mark.parametrize("level", [0, 128, 255])
@@ -225,9 +192,6 @@ def test_hole_is_one_square_of_zeros_after_normalising():
     assert heights.min() >= 1
     assert heights.max() == 10
     assert ((view == 0) | ((view - 1).abs() < 1e-5)).all()
-
-
-def test_default_hole_is_half_of_small_inputs_and_32_of_large_ones():
     assert [ViewSettings(size, **PLAIN).largest_hole for size in (32, 64, 224)] == [16, 32, 32]
 
 
@@ -250,20 +214,15 @@ def test_flip_off_mirrors_nothing_and_on_mirrors_half():
 @pytest.mark.parametrize("only", OPERATIONS)
 def test_each_operation_alone_goes_to_the_image_that_drew_it(only, monkeypatch):
     others = tuple(name for name in OPERATIONS if name != only)
-    settings = ViewSettings(
-        40, **PLAIN, operations=1, cutout=0, crop_scale=1.0, aspect=(1, 1), flip=False, excluded=others
-    )
-    images = noise()
-    drawn = torch.linspace(0, 0.99, 6)
+    still = {"cutout": 0, "crop_scale": 1.0, "aspect": (1, 1), "flip": False}
+    images, drawn = noise(), torch.linspace(0, 0.99, 6)
     monkeypatch.setattr(views.torch, "rand", lambda *shape, generator: drawn.expand(*shape).clone())
-    view = strong_view(images, settings, generator())
+    view = strong_view(images, ViewSettings(40, **PLAIN, **still, operations=1, excluded=others), generator())
     if only in COLOUR_OPERATIONS:
         operation, low, high = COLOUR_OPERATIONS[only]
         assert torch.allclose(view, operation(images, low + (high - low) * drawn).float(), atol=1e-2)
-    elif only == "identity":
-        assert torch.allclose(view, images.float(), atol=1e-2)
     else:
-        assert not torch.allclose(view[0], images[0].float(), atol=1)
+        assert torch.allclose(view[0], images[0].float(), atol=1) == (only == "identity")
 
 
 def test_geometric_operations_are_applied_in_the_order_of_their_slots():
@@ -285,24 +244,12 @@ def test_colour_operations_follow_one_another_on_the_same_image():
     drawn = torch.tensor([[0, 2, 1, 0], [1, 0, 2, 2]])
     strength = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]])
     images = noise(4, 32)
+    expected = images.clone()
     posterize, solarize = (COLOUR_OPERATIONS[name][0] for name in ("posterize", "solarize"))
-
-    def one(operation, index, value):
-        return operation(images[index : index + 1], torch.tensor([value]))
-
-    expected = torch.cat(
-        [
-            solarize(one(posterize, 0, 4.4), torch.tensor([128.0])),
-            one(posterize, 1, 6.4),
-            one(solarize, 2, 76.8),
-            one(posterize, 3, 5.6),
-        ]
-    )
+    steps = [(0, posterize, 4.4), (0, solarize, 128.0), (1, posterize, 6.4), (2, solarize, 76.8), (3, posterize, 5.6)]
+    for index, operation, value in steps:
+        expected[[index]] = operation(expected[[index]], torch.tensor([value]))
     assert torch.equal(views._recolour(images, allowed, drawn, strength), expected)
-
-
-def test_there_are_the_fourteen_operations_of_the_paper():
-    assert len(OPERATIONS) == 14
 
 
 def test_bad_input_is_refused_in_words():
@@ -311,14 +258,19 @@ def test_bad_input_is_refused_in_words():
         plain_view(torch.rand(2, 3, 32, 32), settings)
     with pytest.raises(UserError, match="square"):
         weak_view(torch.zeros(2, 3, 32, 30, dtype=torch.uint8), settings, generator())
-    for wrong, message in [
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
         ({"excluded": ("rotat",)}, "rotat"),
         ({"excluded": OPERATIONS}, "every operation"),
         ({"crop_scale": 0.0}, "crop_scale"),
         ({"aspect": (2, 1)}, "aspect"),
         ({"operations": -1}, "operations"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            ViewSettings(32, **PLAIN, **wrong)
-    with pytest.raises(UserError, match="std"):
-        ViewSettings(32, mean=(0, 0, 0), std=(1, 0, 1))
+        ({"std": (1, 0, 1)}, "std"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
+        ViewSettings(32, **(PLAIN | wrong))
