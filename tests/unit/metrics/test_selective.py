@@ -4,7 +4,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from cdc_plugin.metrics.rejection import accept_above, accept_to_target
+from cdc_plugin.metrics.confidence import accept_above, accept_to_target
 
 
 def by_brute_force(confidence: np.ndarray, target: float) -> set[int]:
