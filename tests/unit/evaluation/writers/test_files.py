@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.evaluation import writers
-from cdc_plugin.evaluation.writers.names import escape_name, name_clusters
+from cdc_plugin.evaluation.writers.files import escape_name, name_clusters
 
 BAD = os.fsdecode(b"bad\xff.png")
 
