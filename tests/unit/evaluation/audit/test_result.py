@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cdc_plugin.evaluation.audit.result import (
+from cdc_plugin.evaluation.audit.read import (
     choose_bin_count,
     compute_accuracy_bound,
     compute_accuracy_interval,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from cdc_plugin.evaluation.audit.result import compute_accuracy_bound, compute_accuracy_interval
+from cdc_plugin.evaluation.audit.read import compute_accuracy_bound, compute_accuracy_interval
 from cdc_plugin.evaluation.audit.sample import draw_pivotal, draw_rows
 
 

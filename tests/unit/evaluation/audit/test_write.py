@@ -14,9 +14,8 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.audit.page import find_typical_rows
 from cdc_plugin.evaluation.audit.sheet import read_sheet
-from cdc_plugin.evaluation.audit.write import check_audit, write_audit
+from cdc_plugin.evaluation.audit.write import check_audit, find_typical_rows, write_audit
 
 
 def predictions(images: int, clusters: int) -> np.recarray:
