@@ -79,8 +79,11 @@ def open_model(
         return EvaluatedModel("model", None, model.eval(), "the caller")
     path = Path(model).expanduser()
     if not path.exists() and not str(model).startswith(("timm:", "hf-hub:")):
+        names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+        near = ", ".join(difflib.get_close_matches(path.name, names, n=3))
         raise CheckpointError(
-            f"there is no model {path}{_suggest(path)}; name a result folder or a clustering checkpoint"
+            f"there is no model {path}{f'; {path.parent} has {near}' if near else ''}; name a result folder or a "
+            "clustering checkpoint"
         )
     if path.name == STATE and (path.parent / CONFIG).is_file():
         path = path.parent  # the state of a run is not a model; the run may have one
@@ -142,12 +145,6 @@ def _refuse_unfinished(folder: Path) -> None:
 def _provenance(folder: Path) -> dict[str, Any]:
     provenance = _read_json(description_file(folder)).get("provenance")
     return provenance if isinstance(provenance, dict) else {}
-
-
-def _suggest(path: Path) -> str:
-    names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=3)
-    return f"; {path.parent} has {', '.join(near)}" if near else ""
 
 
 def _name(path: Path) -> str:

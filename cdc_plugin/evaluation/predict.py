@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cdc_plugin.checkpoints.infer.resolve import resolve_input
 from cdc_plugin.data.decode import Pixels
@@ -30,6 +28,7 @@ from cdc_plugin.evaluation.prediction_table import (
     concatenate_tables,
 )
 from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.training.features import head_probabilities
 
 # Images examined before the first prediction: to infer open facts about the input, and only to check known ones.
 INFER_COUNT, CHECK_COUNT = 2048, 64
@@ -93,9 +92,7 @@ class Prediction:
     @cached_property
     def confidence(self) -> NDArray[np.float32]:
         """(N,) calibrated confidence of each image's cluster."""
-        values = self.column("confidence")
-        assert values is not None
-        return values
+        return np.concatenate([part.columns["confidence"] for part in self.parts if part.columns])
 
     @cached_property
     def skipped(self) -> list[tuple[str, str]]:
@@ -143,11 +140,7 @@ class Predictor:
             positions, columns = [], []
 
     def collect(self, parts: Iterable[PredictionPart]) -> Prediction:
-        """Return all parts as one prediction.
-
-        Raises:
-            DataError: not one image could be read.
-        """
+        """Return all parts as one prediction; refuse one without a single readable image."""
         prediction = Prediction(parts, self.stream.source.names, self.stream.description)
         if len(prediction.positions) == 0:
             name, reason = prediction.skipped[0]
@@ -184,11 +177,7 @@ def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int =
 def predict_images(
     model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK, progress: Progress | None = None
 ) -> Prediction:
-    """Return cluster and calibrated confidence of every image; only the table grows with their number.
-
-    Args:
-        data, batch_size: as in `prepare`.
-    """
+    """Return cluster and calibrated confidence of every image, as `prepare` takes it; only the table grows."""
     predictor = prepare(model, data, device, batch_size)
     return predictor.collect(list(predictor.predict_parts([range(len(predictor.stream))], progress)))
 
@@ -200,17 +189,13 @@ def _compute_columns(
     """Return the columns of the table for a chunk of images (n, S, S, 3)."""
     views = plain_view(torch.from_numpy(squares).permute(0, 3, 1, 2).to(device), settings)
     features = model.backbone(views.contiguous(memory_format=torch.channels_last)).float()
-    calibration = _softmax(model.calibration_head(features))
+    calibration = head_probabilities(model.calibration_head, features)
     one_head = model.clustering_head is model.calibration_head
-    clustering = calibration if one_head else _softmax(model.clustering_head(features))
+    clustering = calibration if one_head else head_probabilities(model.clustering_head, features)
     columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration))
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, features)
     return columns
-
-
-def _softmax(logits: Tensor) -> NDArray[np.float32]:
-    return F.softmax(logits, dim=1).cpu().numpy()
 
 
 def _read_sample(model: Clusterer, stream: ImageStream) -> ImageSet:
