@@ -40,18 +40,13 @@ from cdc_plugin.training.runtime import choose_device
 
 @dataclass(frozen=True)
 class Task:
-    """The images that every model of an evaluation is run on.
-
-    Args:
-        root: folder of named data sets.
-        clusters: the largest number of clusters of any model; at least as many images are needed.
-    """
+    """The images that every model of an evaluation is run on."""
 
     data: Any
     ood: tuple[Any, ...]
-    root: str | None
+    root: str | None  # folder of named data sets
     labels: bool
-    clusters: int
+    clusters: int  # the largest number of clusters of any model; at least as many images are needed
     device: torch.device
 
 

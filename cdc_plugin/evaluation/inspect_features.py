@@ -32,50 +32,33 @@ FEWEST_FOR_VERDICT = 50
 
 @dataclass(frozen=True)
 class FeatureSpread:
-    """How much of its space a network uses.
+    """How much of its space a network uses."""
 
-    Args:
-        effective_rank: exponential of the entropy of the covariance's eigenvalues; 1 is a line.
-        dead_dimensions: share of features that hardly vary over the images.
-        mean_cosine: between the features of two images; 1 if all are alike.
-        spread: deviation of unit-length features times the root of their number, 0 to 1.
-    """
-
-    effective_rank: float
-    dead_dimensions: float
-    mean_cosine: float
-    spread: float
+    effective_rank: float  # exponential of the entropy of the covariance's eigenvalues; 1 is a line
+    dead_dimensions: float  # share of features that hardly vary over the images
+    mean_cosine: float  # between the features of two images; 1 if all are alike
+    spread: float  # deviation of unit-length features times the root of their number, 0 to 1
     collapsed: bool
     words: str
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Nearest neighbours of images and of crops of them.
+    """Nearest neighbours of images and of crops of them."""
 
-    Args:
-        kept: share of an image's nearest others that are also its crop's nearest.
-        found: share of crops whose nearest image is their own.
-    """
-
-    kept: float
-    found: float
+    kept: float  # share of an image's nearest others that are also its crop's nearest
+    found: float  # share of crops whose nearest image is their own
 
 
 @dataclass(frozen=True)
 class NeighbourComparison:
-    """A network against itself with random weights.
-
-    Args:
-        chance: what arbitrary neighbours would give for ``kept``.
-        better: whether the trained network is clearly better; None where images are too few to tell.
-    """
+    """A network against itself with random weights."""
 
     neighbours: int
     trained: Neighbours
     random: Neighbours
-    chance: float
-    better: bool | None
+    chance: float  # what arbitrary neighbours would give for ``kept``
+    better: bool | None  # whether the trained network is clearly better; None where images are too few to tell
     words: str
 
 

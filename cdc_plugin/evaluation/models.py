@@ -22,39 +22,26 @@ from cdc_plugin.training.run_folder import CONFIG, HISTORY, LOG, REPORT, STATE
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files that a run of ``cdc-refine`` left beside its model.
-
-    Args:
-        digest: of the images it was refined on; "" if unknown.
-        settings: its config.yaml, as text.
-    """
+    """The files that a run of ``cdc-refine`` left beside its model."""
 
     config: RefineConfig
-    settings: str
-    digest: str
+    settings: str  # its config.yaml, as text
+    digest: str  # of the images it was refined on; "" if unknown
     report: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model to be evaluated.
-
-    Args:
-        path: as the user typed it; None for a model passed as a Python object.
-        writer: what made it: "cdc-refine", "SCAN (self-labelling)".
-        run: None for checkpoints of other frameworks.
-        options: the hints that the user gave for reading a checkpoint, as words of a command line.
-        warnings: what the quality card said when it was refined.
-    """
+    """A model to be evaluated."""
 
     name: str
-    path: str | None
+    path: str | None  # as the user typed it; None for a model passed as a Python object
     model: Clusterer
-    writer: str
-    run: RunRecord | None = None
-    options: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    writer: str  # what made it: "cdc-refine", "SCAN (self-labelling)"
+    run: RunRecord | None = None  # None for checkpoints of other frameworks
+    options: tuple[str, ...] = ()  # the hints that the user gave for reading a checkpoint, as on a command line
+    warnings: tuple[str, ...] = ()  # what the quality card said when it was refined
 
     @property
     def network(self) -> str:

@@ -20,7 +20,6 @@ from cdc_plugin.data.stream import ImageStream, open_stream
 from cdc_plugin.data.views import ViewSettings, plain_view, view_settings
 from cdc_plugin.errors import CheckpointError, DataError, UserError, option
 from cdc_plugin.evaluation.prediction_table import (
-    add_column,
     build_table,
     choose_name_column,
     compute_outlier_columns,
@@ -36,32 +35,20 @@ INFER_BYTES = 256 * 256 * 256 * 3  # fewer images where they are large
 
 
 class PredictionPart(NamedTuple):
-    """Predictions for consecutive images.
+    """Predictions for consecutive images."""
 
-    Args:
-        positions: (n,) index of each row's image in the source.
-        columns: (n,) each; empty where no image could be read.
-        skipped: position and reason of every unreadable image.
-    """
-
-    positions: NDArray[np.int64]
-    columns: dict[str, NDArray[Any]]
-    skipped: list[tuple[int, str]]
+    positions: NDArray[np.int64]  # (n,) index of each row's image in the source
+    columns: dict[str, NDArray[Any]]  # (n,) each; empty where no image could be read
+    skipped: list[tuple[int, str]]  # position and reason of every unreadable image
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for all images of a source: a table with one row per readable image.
+    """Predictions for all images of a source: a table with one row per readable image."""
 
-    Args:
-        parts: in order; iterated several times, and may read each part from disk.
-        names: of all images of the source, readable or not.
-        source: a description of where the images came from.
-    """
-
-    parts: Iterable[PredictionPart]
-    names: Sequence[str]
-    source: str
+    parts: Iterable[PredictionPart]  # in order; iterated several times, and may read each part from disk
+    names: Sequence[str]  # of all images of the source, readable or not
+    source: str  # a description of where the images came from
 
     def tables(self, **more: NDArray[Any]) -> Iterator[np.recarray]:
         """Yield the table in parts, with more columns (N,) at its end."""
@@ -69,11 +56,10 @@ class Prediction:
         start = 0
         for part in self.parts:
             if len(part.positions):
-                table = build_table([self.names[position] for position in part.positions], part.columns, name_column)
-                for name, values in more.items():
-                    table = add_column(table, name, values[start : start + len(table)])
-                yield table
-                start += len(table)
+                end = start + len(part.positions)
+                columns = part.columns | {name: values[start:end] for name, values in more.items()}
+                yield build_table([self.names[position] for position in part.positions], columns, name_column)
+                start = end
 
     def column(self, name: str) -> NDArray[Any] | None:
         """Return the (N,) values of one column, or None where the model does not provide it."""
@@ -102,17 +88,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model and the images to predict; made by `prepare`.
-
-    Args:
-        batch_size: images that are read and computed at once.
-    """
+    """A model and the images to predict; made by `prepare`."""
 
     model: Clusterer
     stream: ImageStream
     settings: ViewSettings
     device: torch.device
-    batch_size: int
+    batch_size: int  # images that are read and computed at once
 
     def predict_parts(self, ranges: Sequence[range], progress: Progress | None = None) -> Iterator[PredictionPart]:
         """Predict ascending, non-empty ranges of the source and yield one part for each, in order."""

@@ -86,16 +86,11 @@ def remove_parts(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PartFolder:
-    """The parts of one prediction, read from disk whenever they are iterated.
-
-    Args:
-        count: of all parts.
-        inputs: what the parts depend on.
-    """
+    """The parts of one prediction, read from disk whenever they are iterated."""
 
     path: Path
-    count: int
-    inputs: dict[str, str | int]
+    count: int  # of all parts
+    inputs: dict[str, str | int]  # what the parts depend on
 
     def __iter__(self) -> Iterator[PredictionPart]:
         return (self.load(number) for number in range(self.count))

@@ -22,17 +22,11 @@ __all__ = ["FORMATS", "check_source", "choose_format", "explain_import", "write"
 
 @dataclass(frozen=True)
 class Format:
-    """Facts about a format.
+    """Facts about a format."""
 
-    Args:
-        suffixes: of the file that ``--out`` names; none for a folder.
-        endings: of all files that are written, with the same stem.
-        needs_files: whether it points to image files, which arrays do not have.
-    """
-
-    suffixes: tuple[str, ...]
-    endings: tuple[str, ...] = ()
-    needs_files: bool = True
+    suffixes: tuple[str, ...]  # of the file that ``--out`` names; none for a folder
+    endings: tuple[str, ...] = ()  # of all files that are written, with the same stem
+    needs_files: bool = True  # whether it points to image files, which arrays do not have
 
 
 FORMATS = {
@@ -46,12 +40,7 @@ FORMATS = {
 
 
 def choose_format(to: str | None, out: Path, overwrite: bool) -> str:
-    """Return the name of the format, from ``to`` or else from the suffix of ``out``, after checking ``out``.
-
-    Raises:
-        ConfigError: the format is unknown or cannot be told from the name.
-        OutputError: ``out`` cannot be written.
-    """
+    """Return the name of the format, from ``to`` or else from the suffix of ``out``; refuse what cannot be written."""
     name = _choose_by_suffix(out) if to is None else to
     if name not in FORMATS:
         raise ConfigError(f"--to takes one of {', '.join(FORMATS)}; found {name!r}")
