@@ -301,6 +301,8 @@ def folder(tmp_path) -> PartFolder:
 
 
 def test_parts_come_back_as_they_were_and_in_order(folder):
+    assert folder.resume() == []
+    assert not folder.path.exists()
     nothing = PredictionPart(np.empty(0, np.int64), {}, [(3, "empty"), (4, "empty")])
     saved = [part(0), nothing, part(6)]
     for number in (2, 0, 1):
@@ -309,12 +311,6 @@ def test_parts_come_back_as_they_were_and_in_order(folder):
     assert all(parts_equal(one, other) for one, other in zip(folder, saved, strict=True))
     assert folder.path.name == ".new.csv.parts"
     assert json.loads((folder.path / INPUTS).read_text()) == DIGESTS
-
-
-def test_nothing_is_made_before_the_first_part_is_finished(folder):
-    assert folder.resume() == []
-    assert not folder.path.exists()
-    remove_parts(folder.path)
 
 
 @pytest.mark.parametrize("name", ["model", "data", "images"])
