@@ -104,13 +104,10 @@ def test_outside_images_are_scored_by_both_heads_and_by_distance(finished, tmp_p
     for entry in report.metrics["outside"]:
         assert list(entry["scores"]) == ["clustering_head", "calibration_head", "distance"]
         assert all(0 <= value <= 1 for figures in entry["scores"].values() for value in figures.values())
-
-
-def test_one_outside_set_need_not_be_in_a_list(finished, tmp_path, noise):
     np.save(tmp_path / "noise.npy", noise)
-    for number, given in enumerate((noise, str(tmp_path / "noise.npy"))):
-        report = evaluate(finished, ood=given, out=tmp_path / str(number), device="cpu")
-        assert [entry["images"] for entry in report.metrics["outside"]] == [12]
+    for number, given in enumerate((noise, str(tmp_path / "noise.npy"))):  # one set need not be in a list
+        again = evaluate(finished, ood=given, out=tmp_path / str(number), device="cpu")
+        assert again.metrics["outside"][0]["scores"] == report.metrics["outside"][0]["scores"]
 
 
 def test_a_mistyped_outside_set_is_told_before_any_image_is_read(finished, tmp_path, monkeypatch):
@@ -128,15 +125,6 @@ def test_three_images_are_enough_for_two_clusters_and_one_is_not(tiny_backbone, 
     assert names_in(tmp_path / "few") == FILES
     with pytest.raises(UserError, match="1 readable images, too few to evaluate 2 clusters"):
         evaluate(model, digits[0][:1], out=tmp_path / "one", device="cpu")
-
-
-def test_more_classes_than_clusters_are_matched_one_to_one(scan_checkpoint, digits, tmp_path):
-    path = tmp_path / "many.npz"
-    np.savez(path, x=digits[0][:40], y=np.arange(40))
-    metrics = evaluate(scan_checkpoint, path, out=tmp_path / "out", device="cpu").metrics
-    assert (metrics["classes"], metrics["clusters"]) == (40, 4)
-    used = sum(size > 0 for size in metrics["after"]["model"]["cluster_sizes"])
-    assert metrics["after"]["model"]["ACC"] == pytest.approx(used / 40)  # one image of each cluster is right
 
 
 def test_a_checkpoint_of_others_needs_images_and_a_result_states_its_own_head(scan_checkpoint, finished, tmp_path):

@@ -136,13 +136,6 @@ def test_bounds_hold_in_simulated_audits_also_for_the_selected_images():
     assert missed_selected / 400 <= 0.05
 
 
-def test_strata_spread_less_than_a_simple_random_sample_where_confidence_tells_something():
-    right = (np.arange(200) < 150).astype(int)  # the sure ones are right, the others wrong
-    chances = exact_distribution(right, 20)
-    variance = chances @ (np.arange(21) - 15) ** 2
-    assert variance < 0.3 < 20 * 0.75 * 0.25  # 3.75 of the binomial
-
-
 def test_the_stated_exception_is_as_small_as_stated():
     """One right image in 1,000: it is drawn in 5.1 % of the audits of 51, and the bound then lies above 1 / 1,000."""
     one_sided, _ = chance_to_miss([1] + [0] * 999, 51)

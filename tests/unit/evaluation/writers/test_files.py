@@ -108,14 +108,14 @@ def test_json_is_valid_unicode_whatever_the_names(tmp_path, images, odd_table, t
 
 
 @pytest.mark.parametrize("out", ["p.xml", "p.csv"])
-def test_cvat_gets_xml_csv_and_labels_whichever_is_named(tmp_path, images, table, out):
+def test_cvat_gets_one_tag_an_image_and_a_table_of_categories_whichever_is_named(tmp_path, images, table, out):
     written = writers.write("cvat", tmp_path / out, [table], images)
     assert [file.name for file in written] == ["p.xml", "p.csv", "p.labels.json"]
-    assert all(file.is_file() for file in written)
-
-
-def test_cvat_xml_has_one_tag_an_image(tmp_path, images, table):
-    writers.write("cvat", tmp_path / "p.xml", [table], images)
+    rows = rows_of(tmp_path / "p.csv")
+    assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
+    assert [row["file_name"] for row in rows] == table.path.tolist()
+    assert (rows[4]["category_id"], rows[4]["category_name"], rows[4]["score"]) == ("11", "cluster 11", "0.5")
+    assert (rows[4]["outlier"], rows[4]["selected"]) == ("1", "0")
     root = ElementTree.parse(tmp_path / "p.xml").getroot()
     assert (root.tag, root.findtext("version")) == ("annotations", "1.1")
     found = root.findall("image")
@@ -134,15 +134,6 @@ def test_cvat_labels_declare_what_the_xml_uses(tmp_path, images, plain_table):
     used = {(tag.attrib["label"], each.attrib["name"]) for tag in root.iter("tag") for each in tag}
     assert used <= declared
     assert {name for _, name in declared} == {"confidence", "second_cluster"}
-
-
-def test_cvat_csv_is_a_table_of_categories(tmp_path, images, table):
-    writers.write("cvat", tmp_path / "p.csv", [table], images)
-    rows = rows_of(tmp_path / "p.csv")
-    assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
-    assert [row["file_name"] for row in rows] == table.path.tolist()
-    assert (rows[4]["category_id"], rows[4]["category_name"], rows[4]["score"]) == ("11", "cluster 11", "0.5")
-    assert (rows[4]["outlier"], rows[4]["selected"]) == ("1", "0")
 
 
 def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, images, odd_table, caplog):
