@@ -270,17 +270,11 @@ def risk_coverage_curve(confidence: ArrayLike, correct: ArrayLike, points: int =
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Which images are accepted.
+    """Which images are accepted."""
 
-    Args:
-        mask: (N,) True for the accepted ones.
-        threshold: every accepted image is at least so sure, no other is; None where nothing is accepted.
-        expected_accuracy: mean confidence of the accepted ones, None where there are none.
-    """
-
-    mask: Booleans
-    threshold: float | None
-    expected_accuracy: float | None
+    mask: Booleans  # (N,)
+    threshold: float | None  # every accepted image is at least so sure, no other is; None where nothing is accepted
+    expected_accuracy: float | None  # mean confidence of the accepted ones, None where there are none
 
     @property
     def count(self) -> int:
