@@ -95,10 +95,10 @@ def test_pair_counts_of_many_samples_do_not_overflow():
     assert adjusted_rand_index(predicted, labels) == pytest.approx(adjusted_rand_score(labels, predicted))
 
 
-def test_true_columns_by_hand_with_a_class_that_has_no_cluster():
-    probs = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6], [0.6, 0.4]])
-    # Class 7 is cluster 0, class 5 is cluster 1; class 6 is left and gets the number after the last column.
-    assert true_columns(probs, [7, 7, 5, 5, 6]).tolist() == [0, 0, 1, 1, 2]
+def test_true_columns_by_hand_with_classes_that_have_no_cluster():
+    probs = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6], [0.6, 0.4], [0.6, 0.4]])
+    # Class 7 is cluster 0, class 5 is cluster 1; classes 6 and 8 are left and get numbers after the last column.
+    assert true_columns(probs, [7, 7, 5, 5, 6, 8]).tolist() == [0, 0, 1, 1, 2, 3]
 
 
 def test_true_columns_leave_out_clusters_without_class():
