@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cdc_plugin.evaluation.models import EvaluatedModel
     from cdc_plugin.evaluation.predict import Prediction, Predictor
-    from cdc_plugin.metrics.rejection import Acceptance
+    from cdc_plugin.metrics.confidence import Acceptance
     from cdc_plugin.training.distributed import Distributed
 
 Made = TypeVar("Made")
@@ -222,7 +222,7 @@ def _tell_answers(options: argparse.Namespace) -> None:
 
 
 def _select(options: argparse.Namespace, found: Prediction) -> Acceptance | None:
-    from cdc_plugin.metrics.rejection import accept_above, accept_to_target
+    from cdc_plugin.metrics.confidence import accept_above, accept_to_target
 
     if options.min_confidence is not None:
         return accept_above(found.confidence, options.min_confidence)

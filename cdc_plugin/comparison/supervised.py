@@ -20,7 +20,7 @@ from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import DataError
 from cdc_plugin.metrics.clustering import true_columns
-from cdc_plugin.metrics.validation import probability_table
+from cdc_plugin.metrics.confidence import check_probabilities
 from cdc_plugin.models.heads import LayeredHead
 
 SPLIT = 19  # purpose of random numbers, beside those of `baselines.task`
@@ -102,7 +102,7 @@ def calibrate_by_temperature(probs: NDArray[np.float32], labels: ArrayLike, rows
         labels: (N,) classes; only those of ``rows`` are read.
         rows: (n,) of the labelled images.
     """
-    table, labelled = probability_table(probs), np.asarray(rows)
+    table, labelled = check_probabilities(probs), np.asarray(rows)
     columns = true_columns(table[labelled], np.asarray(labels)[labelled])
     # A probability of 0 was rounded: its logarithm is that of the smallest number of a network's output.
     logits = torch.from_numpy(np.log(np.maximum(table, np.finfo(np.float32).tiny)).astype(np.float64))

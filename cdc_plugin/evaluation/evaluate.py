@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
-from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
 from cdc_plugin.errors import ConfigError, DataError, option
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
 from cdc_plugin.evaluation.outputs import (
-    ModelOutputs,
     cluster_by_kmeans,
     measure_outputs,
     outlier_reference,
@@ -43,18 +41,13 @@ from cdc_plugin.training.runtime import choose_device
 
 @dataclass(frozen=True)
 class Task:
-    """The images that every model of an evaluation is run on.
-
-    Args:
-        root: folder of named data sets.
-        clusters: the largest number of clusters of any model; at least as many images are needed.
-    """
+    """The images that every model of an evaluation is run on."""
 
     data: Any
     ood: tuple[Any, ...]
-    root: str | None
+    root: str | None  # folder of named data sets
     labels: bool
-    clusters: int
+    clusters: int  # the largest number of clusters of any model; at least as many images are needed
     device: torch.device
 
 
@@ -131,7 +124,7 @@ def compare(
             "data": metrics[0]["data"],
             "models": metrics,
         }
-        _write_json(folder / REPORT, record)
+        write_text(folder / REPORT, json.dumps(record, indent=2) + "\n")
         columns = [compared_model(figures) for figures in metrics]
         write_comparison(folder / PAGE, comparison_title(metrics), comparison_facts(metrics), columns)
         return reports
@@ -155,6 +148,12 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
     card = run.report.get("label_free", {}) if run is not None else {}
     if "warnings" not in card:
         card = quality_card(evaluated, outputs, kmeans, images, device)
+    scores = []
+    if outside:
+        reference = outlier_reference(outputs, None if run is not None else model.prototypes)
+        for other in outside:
+            figures = score_outside(outputs, run_model(evaluated, other, device), reference)
+            scores.append({"data": other.source, "images": len(other), "scores": figures})
     metrics = start_record("evaluation", images, model.clusters) | {
         "model": {
             "name": evaluated.name,
@@ -171,9 +170,7 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
         "after": measure_outputs(outputs, kmeans, images.labels),
         "old_model": earlier.get("old_model"),
         "label_free": card,
-        "outside": _score_all_outside(
-            evaluated, outputs, None if run is not None else model.prototypes, outside, device
-        ),
+        "outside": scores,
         "seconds": round(time.monotonic() - began, 1),
     }
     columns = {"trusted": find_trusted(outputs.calibration)}
@@ -191,27 +188,9 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
     )
     folder.mkdir(exist_ok=True)
     write_table(folder / PREDICTIONS, table)
-    _write_json(folder / REPORT, metrics)
+    write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
     write_page(folder / PAGE, page)
     return Report(metrics, table, folder)
-
-
-def _score_all_outside(
-    evaluated: EvaluatedModel,
-    inside: ModelOutputs,
-    prototypes: Prototypes | None,
-    sets: list[ImageSet],
-    device: torch.device,
-) -> list[dict[str, Any]]:
-    """Return how well the model separates each outside set from the images."""
-    if not sets:
-        return []
-    reference = outlier_reference(inside, prototypes)
-    records = []
-    for images in sets:
-        scores = score_outside(inside, run_model(evaluated, images, device), reference)
-        records.append({"data": images.source, "images": len(images), "scores": scores})
-    return records
 
 
 def _build_task(evaluated_models: list[EvaluatedModel], data: Any, ood: Any, labels: bool, device: str) -> Task:
@@ -237,9 +216,8 @@ def _open_inputs(evaluated: EvaluatedModel, task: Task) -> tuple[ImageSet, list[
     images, *outside = (
         open_images(source, backbone.input_size, labels=task.labels, progress=show_progress) for source in sources
     )
-    for image_set in (images, *outside):
-        for name, reason in image_set.skipped:
-            log.warning("skipped %s: %s", name, reason)
+    for name, reason in [skipped for image_set in (images, *outside) for skipped in image_set.skipped]:
+        log.warning("skipped %s: %s", name, reason)
     if len(images) < task.clusters:
         raise DataError(
             f"{images.source} has {len(images)} readable images, too few to evaluate {task.clusters} clusters; "
@@ -257,8 +235,3 @@ def _command(evaluated: EvaluatedModel, task: Task) -> str | None:
     words += ["--ood", *map(str, task.ood)] if task.ood else []
     words += [] if task.labels else ["--no-labels"]
     return shlex.join(words)
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))

@@ -74,12 +74,24 @@ def inspect(
         "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
         "feature_dim": backbone.feature_dim,
         "weights": {"matched": loaded.matched, "tensors": len(backbone.module.state_dict())},
-        "input": _describe_input(loaded),
+        "input": {
+            "size": backbone.input_size,
+            "mean": _round(backbone.mean),
+            "std": _round(backbone.std),
+            "inferred": list(backbone.inferred),
+        },
         "why": dict(loaded.origin.why),
+        "file": None,
     }
     checkpoint = None if str(path).startswith(("timm:", "hf-hub:")) else read_checkpoint(path, trust_checkpoint)
-    report |= _describe_file(checkpoint) | _find_heads(checkpoint, loaded, wanted)
-    report |= _find_branches(checkpoint, loaded, wanted)
+    if checkpoint is not None:
+        report["file"] = {
+            "path": str(checkpoint.path),
+            "bytes": checkpoint.path.stat().st_size,
+            "tensors": len(checkpoint.state),
+            "beside": sorted(checkpoint.sidecar),
+        }
+    report |= _find_heads(checkpoint, loaded, wanted) | _find_branches(checkpoint, loaded, wanted)
     if data is not None:
         report["images"] = examine_images(backbone, data, device, progress)
     return report
@@ -100,7 +112,8 @@ def examine_images(
     backbone.to(choose_device(device), memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     pixels = images.batch(torch.arange(len(images)))
     few = _pick_evenly(pixels, choose_image_count(backbone, pixels))
-    views = _view_unnormalised(backbone, _pick_evenly(few, max(QUICK_LOOK, len(few) // 2)))
+    unnormalised = dataclasses.replace(view_settings(backbone), mean=(0.0,) * 3, std=(1.0,) * 3)
+    views = plain_view(_pick_evenly(few, max(QUICK_LOOK, len(few) // 2)), unnormalised).mul(255)
     resolution = infer_input(backbone, views)
     backbone = resolution.backbone.eval()
     check = check_input(backbone, views)
@@ -126,15 +139,10 @@ def _pick_evenly(pixels: torch.Tensor, count: int) -> torch.Tensor:
     return pixels[torch.linspace(0, len(pixels) - 1, min(count, len(pixels))).long()]
 
 
-def _view_unnormalised(backbone: Backbone, pixels: torch.Tensor) -> torch.Tensor:
-    """Return the plain views before normalisation, (N, 3, S, S) in 0..255."""
-    settings = dataclasses.replace(view_settings(backbone), mean=(0.0,) * 3, std=(1.0,) * 3)
-    return plain_view(pixels, settings).mul(255)
-
-
 def _describe_mismatch(error: WeightsMismatchError) -> dict[str, Any]:
     differences = error.differences
-    expected = differences.matched + len(differences.missing) + len(differences.misshapen)
+    kinds = {kind: getattr(differences, kind) for kind in ("missing", "unexpected", "misshapen")}
+    tensors = differences.matched + len(differences.missing) + len(differences.misshapen)
 
     def list_names(names: tuple[str, ...], others: tuple[str, ...]) -> list[dict[str, Any]]:
         return [
@@ -142,44 +150,16 @@ def _describe_mismatch(error: WeightsMismatchError) -> dict[str, Any]:
             for index, name in enumerate(names[:NAMED])
         ]
 
-    shapes = list(error.shapes.items())[:NAMED]
     return {
-        "matched": differences.matched / max(expected, 1),
-        "tensors": expected,
-        "counts": {
-            "missing": len(differences.missing),
-            "unexpected": len(differences.unexpected),
-            "misshapen": len(differences.misshapen),
-        },
+        "matched": differences.matched / max(tensors, 1),
+        "tensors": tensors,
+        "counts": {kind: len(names) for kind, names in kinds.items()},
         "missing": list_names(differences.missing, differences.unexpected),
         "unexpected": list_names(differences.unexpected, differences.missing),
         "misshapen": [
-            {"name": name, "found": list(stored), "expected": list(expected_shape)}
-            for name, (stored, expected_shape) in shapes
+            {"name": name, "found": list(found), "expected": list(expected)}
+            for name, (found, expected) in list(error.shapes.items())[:NAMED]
         ],
-    }
-
-
-def _describe_input(loaded: Loaded) -> dict[str, Any]:
-    backbone = loaded.backbone
-    return {
-        "size": backbone.input_size,
-        "mean": _round(backbone.mean),
-        "std": _round(backbone.std),
-        "inferred": list(backbone.inferred),
-    }
-
-
-def _describe_file(checkpoint: Checkpoint | None) -> dict[str, Any]:
-    if checkpoint is None:
-        return {"file": None}
-    return {
-        "file": {
-            "path": str(checkpoint.path),
-            "bytes": checkpoint.path.stat().st_size,
-            "tensors": len(checkpoint.state),
-            "beside": sorted(checkpoint.sidecar),
-        }
     }
 
 

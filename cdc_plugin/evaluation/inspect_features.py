@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,50 +32,33 @@ FEWEST_FOR_VERDICT = 50
 
 @dataclass(frozen=True)
 class FeatureSpread:
-    """How much of its space a network uses.
+    """How much of its space a network uses."""
 
-    Args:
-        effective_rank: exponential of the entropy of the covariance's eigenvalues; 1 is a line.
-        dead_dimensions: share of features that hardly vary over the images.
-        mean_cosine: between the features of two images; 1 if all are alike.
-        spread: deviation of unit-length features times the root of their number, 0 to 1.
-    """
-
-    effective_rank: float
-    dead_dimensions: float
-    mean_cosine: float
-    spread: float
+    effective_rank: float  # exponential of the entropy of the covariance's eigenvalues; 1 is a line
+    dead_dimensions: float  # share of features that hardly vary over the images
+    mean_cosine: float  # between the features of two images; 1 if all are alike
+    spread: float  # deviation of unit-length features times the root of their number, 0 to 1
     collapsed: bool
     words: str
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Nearest neighbours of images and of crops of them.
+    """Nearest neighbours of images and of crops of them."""
 
-    Args:
-        kept: share of an image's nearest others that are also its crop's nearest.
-        found: share of crops whose nearest image is their own.
-    """
-
-    kept: float
-    found: float
+    kept: float  # share of an image's nearest others that are also its crop's nearest
+    found: float  # share of crops whose nearest image is their own
 
 
 @dataclass(frozen=True)
 class NeighbourComparison:
-    """A network against itself with random weights.
-
-    Args:
-        chance: what arbitrary neighbours would give for ``kept``.
-        better: whether the trained network is clearly better; None where images are too few to tell.
-    """
+    """A network against itself with random weights."""
 
     neighbours: int
     trained: Neighbours
     random: Neighbours
-    chance: float
-    better: bool | None
+    chance: float  # what arbitrary neighbours would give for ``kept``
+    better: bool | None  # whether the trained network is clearly better; None where images are too few to tell
     words: str
 
 
@@ -99,14 +81,11 @@ def measure_spread(features: Tensor) -> FeatureSpread:
     """Measure whether features (N, D) distinguish images at all."""
     rows = features.double()
     deviation = rows.std(dim=0)
-    # N-1 and D eigenvalues agree but for zeros: the smaller of the two matrices is enough.
-    centred = rows - rows.mean(dim=0)
-    values = torch.linalg.svdvals(centred).square()
+    values = torch.linalg.svdvals(rows - rows.mean(dim=0)).square()  # eigenvalues of the covariance, but for a factor
     shares = values / values.sum().clamp_min(1e-30)
     rank = float(torch.exp(-(shares * shares.clamp_min(1e-30).log()).sum()))
     dead = float((deviation <= DEAD_SHARE * deviation.mean()).double().mean())
-    unit = F.normalize(rows, dim=1)
-    count = len(unit)
+    unit, count = F.normalize(rows, dim=1), len(rows)
     cosine = float((unit.sum(dim=0).square().sum() - unit.square().sum()) / (count * (count - 1)))
     spread = float(unit.var(dim=0).sum().sqrt())
     if spread < LEAST_SPREAD:
@@ -142,21 +121,23 @@ def compare_neighbours(
         pixels: uint8 (N, 3, S, S) on the CPU, at least 4.
     """
     count = max(1, min(NEIGHBOURS, len(pixels) // 10))
-    passes = list(_list_passes(backbone, pixels))
-    steps = [(net, random_view, part) for net, random_view in passes for part in range(0, len(pixels), BATCH)]
-    rows: dict[tuple[int, bool], list[Tensor]] = {}
-    for net, random_view, start in progress(steps, len(steps), "neighbours") if progress else steps:
+    networks = (backbone, build_random_twin(backbone, pixels))
+    passes = [(network, crops) for network in networks for crops in (False, True)]
+    steps = [(number, start) for number in range(len(passes)) for start in range(0, len(pixels), BATCH)]
+    rows: list[list[Tensor]] = [[] for _ in passes]
+    for number, start in progress(steps, len(steps), "neighbours") if progress else steps:
+        network, crops = passes[number]
         part = pixels[start : start + BATCH].to(backbone.mean.device)
-        rows.setdefault((id(net), random_view), []).append(
-            _extract(net, part, generator(0, start) if random_view else None)
-        )
-    features, views, random_features, random_views = (torch.cat(rows[id(net), view]) for net, view in passes)
-    trained, random = (
-        measure_neighbours(features, views, count),
-        measure_neighbours(random_features, random_views, count),
-    )
+        rows[number].append(_extract(network, part, generator(0, start) if crops else None))
+    features, views, random_features, random_views = map(torch.cat, rows)
+    trained = measure_neighbours(features, views, count)
+    random = measure_neighbours(random_features, random_views, count)
     better = trained.kept > BETTER_RATIO * random.kept if len(pixels) >= FEWEST_FOR_VERDICT else None
-    words = f"{_describe_verdict(trained, random, better)}: {trained.kept:.0%} against {random.kept:.0%}"
+    verdict = "too few images to compare with random weights"
+    if better is not None:
+        degree = "" if better else ("hardly " if trained.kept > random.kept else "no ")
+        verdict = f"{degree}better than random weights"
+    words = f"{verdict}: {trained.kept:.0%} against {random.kept:.0%}"
     comparison = NeighbourComparison(count, trained, random, count / (len(pixels) - 1), better, words)
     return features.cpu(), comparison
 
@@ -177,19 +158,6 @@ def build_random_twin(backbone: Backbone, pixels: Tensor) -> Backbone:
         with torch.no_grad():
             twin(plain_view(pixels[:BATCH].to(backbone.mean.device), view_settings(backbone)))
     return twin.eval()
-
-
-def _describe_verdict(trained: Neighbours, random: Neighbours, better: bool | None) -> str:
-    if better is None:
-        return "too few images to compare with random weights"
-    degree = "" if better else ("hardly " if trained.kept > random.kept else "no ")
-    return f"{degree}better than random weights"
-
-
-def _list_passes(backbone: Backbone, pixels: Tensor) -> Iterator[tuple[Backbone, bool]]:
-    twin = build_random_twin(backbone, pixels)
-    for net in (backbone, twin):
-        yield from ((net, False), (net, True))
 
 
 @torch.no_grad()

@@ -22,39 +22,26 @@ from cdc_plugin.training.run_folder import CONFIG, HISTORY, LOG, REPORT, STATE
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The files that a run of ``cdc-refine`` left beside its model.
-
-    Args:
-        digest: of the images it was refined on; "" if unknown.
-        settings: its config.yaml, as text.
-    """
+    """The files that a run of ``cdc-refine`` left beside its model."""
 
     config: RefineConfig
-    settings: str
-    digest: str
+    settings: str  # its config.yaml, as text
+    digest: str  # of the images it was refined on; "" if unknown
     report: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model to be evaluated.
-
-    Args:
-        path: as the user typed it; None for a model passed as a Python object.
-        writer: what made it: "cdc-refine", "SCAN (self-labelling)".
-        run: None for checkpoints of other frameworks.
-        options: the hints that the user gave for reading a checkpoint, as words of a command line.
-        warnings: what the quality card said when it was refined.
-    """
+    """A model to be evaluated."""
 
     name: str
-    path: str | None
+    path: str | None  # as the user typed it; None for a model passed as a Python object
     model: Clusterer
-    writer: str
-    run: RunRecord | None = None
-    options: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    writer: str  # what made it: "cdc-refine", "SCAN (self-labelling)"
+    run: RunRecord | None = None  # None for checkpoints of other frameworks
+    options: tuple[str, ...] = ()  # the hints that the user gave for reading a checkpoint, as on a command line
+    warnings: tuple[str, ...] = ()  # what the quality card said when it was refined
 
     @property
     def network(self) -> str:
@@ -79,8 +66,11 @@ def open_model(
         return EvaluatedModel("model", None, model.eval(), "the caller")
     path = Path(model).expanduser()
     if not path.exists() and not str(model).startswith(("timm:", "hf-hub:")):
+        names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
+        near = ", ".join(difflib.get_close_matches(path.name, names, n=3))
         raise CheckpointError(
-            f"there is no model {path}{_suggest(path)}; name a result folder or a clustering checkpoint"
+            f"there is no model {path}{f'; {path.parent} has {near}' if near else ''}; name a result folder or a "
+            "clustering checkpoint"
         )
     if path.name == STATE and (path.parent / CONFIG).is_file():
         path = path.parent  # the state of a run is not a model; the run may have one
@@ -142,12 +132,6 @@ def _refuse_unfinished(folder: Path) -> None:
 def _provenance(folder: Path) -> dict[str, Any]:
     provenance = _read_json(description_file(folder)).get("provenance")
     return provenance if isinstance(provenance, dict) else {}
-
-
-def _suggest(path: Path) -> str:
-    names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=3)
-    return f"; {path.parent} has {', '.join(near)}" if near else ""
 
 
 def _name(path: Path) -> str:

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cdc_plugin.checkpoints.infer.resolve import resolve_input
 from cdc_plugin.data.decode import Pixels
@@ -22,7 +20,6 @@ from cdc_plugin.data.stream import CHUNK, ImageStream, open_stream
 from cdc_plugin.data.views import ViewSettings, plain_view, view_settings
 from cdc_plugin.errors import CheckpointError, DataError, UserError, option
 from cdc_plugin.evaluation.prediction_table import (
-    add_column,
     build_table,
     choose_name_column,
     compute_outlier_columns,
@@ -30,6 +27,7 @@ from cdc_plugin.evaluation.prediction_table import (
     concatenate_tables,
 )
 from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.training.features import head_probabilities
 
 # Images examined before the first prediction: to infer open facts about the input, and only to check known ones.
 INFER_COUNT, CHECK_COUNT = 2048, 64
@@ -37,32 +35,20 @@ INFER_BYTES = 256 * 256 * 256 * 3  # fewer images where they are large
 
 
 class PredictionPart(NamedTuple):
-    """Predictions for consecutive images.
+    """Predictions for consecutive images."""
 
-    Args:
-        positions: (n,) index of each row's image in the source.
-        columns: (n,) each; empty where no image could be read.
-        skipped: position and reason of every unreadable image.
-    """
-
-    positions: NDArray[np.int64]
-    columns: dict[str, NDArray[Any]]
-    skipped: list[tuple[int, str]]
+    positions: NDArray[np.int64]  # (n,) index of each row's image in the source
+    columns: dict[str, NDArray[Any]]  # (n,) each; empty where no image could be read
+    skipped: list[tuple[int, str]]  # position and reason of every unreadable image
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for all images of a source: a table with one row per readable image.
+    """Predictions for all images of a source: a table with one row per readable image."""
 
-    Args:
-        parts: in order; iterated several times, and may read each part from disk.
-        names: of all images of the source, readable or not.
-        source: a description of where the images came from.
-    """
-
-    parts: Iterable[PredictionPart]
-    names: Sequence[str]
-    source: str
+    parts: Iterable[PredictionPart]  # in order; iterated several times, and may read each part from disk
+    names: Sequence[str]  # of all images of the source, readable or not
+    source: str  # a description of where the images came from
 
     def tables(self, **more: NDArray[Any]) -> Iterator[np.recarray]:
         """Yield the table in parts, with more columns (N,) at its end."""
@@ -70,11 +56,10 @@ class Prediction:
         start = 0
         for part in self.parts:
             if len(part.positions):
-                table = build_table([self.names[position] for position in part.positions], part.columns, name_column)
-                for name, values in more.items():
-                    table = add_column(table, name, values[start : start + len(table)])
-                yield table
-                start += len(table)
+                end = start + len(part.positions)
+                columns = part.columns | {name: values[start:end] for name, values in more.items()}
+                yield build_table([self.names[position] for position in part.positions], columns, name_column)
+                start = end
 
     def column(self, name: str) -> NDArray[Any] | None:
         """Return the (N,) values of one column, or None where the model does not provide it."""
@@ -93,9 +78,7 @@ class Prediction:
     @cached_property
     def confidence(self) -> NDArray[np.float32]:
         """(N,) calibrated confidence of each image's cluster."""
-        values = self.column("confidence")
-        assert values is not None
-        return values
+        return np.concatenate([part.columns["confidence"] for part in self.parts if part.columns])
 
     @cached_property
     def skipped(self) -> list[tuple[str, str]]:
@@ -105,17 +88,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictor:
-    """A model and the images to predict; made by `prepare`.
-
-    Args:
-        batch_size: images that are read and computed at once.
-    """
+    """A model and the images to predict; made by `prepare`."""
 
     model: Clusterer
     stream: ImageStream
     settings: ViewSettings
     device: torch.device
-    batch_size: int
+    batch_size: int  # images that are read and computed at once
 
     def predict_parts(self, ranges: Sequence[range], progress: Progress | None = None) -> Iterator[PredictionPart]:
         """Predict ascending, non-empty ranges of the source and yield one part for each, in order."""
@@ -143,11 +122,7 @@ class Predictor:
             positions, columns = [], []
 
     def collect(self, parts: Iterable[PredictionPart]) -> Prediction:
-        """Return all parts as one prediction.
-
-        Raises:
-            DataError: not one image could be read.
-        """
+        """Return all parts as one prediction; refuse one without a single readable image."""
         prediction = Prediction(parts, self.stream.source.names, self.stream.description)
         if len(prediction.positions) == 0:
             name, reason = prediction.skipped[0]
@@ -184,11 +159,7 @@ def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int =
 def predict_images(
     model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK, progress: Progress | None = None
 ) -> Prediction:
-    """Return cluster and calibrated confidence of every image; only the table grows with their number.
-
-    Args:
-        data, batch_size: as in `prepare`.
-    """
+    """Return cluster and calibrated confidence of every image, as `prepare` takes it; only the table grows."""
     predictor = prepare(model, data, device, batch_size)
     return predictor.collect(list(predictor.predict_parts([range(len(predictor.stream))], progress)))
 
@@ -200,17 +171,13 @@ def _compute_columns(
     """Return the columns of the table for a chunk of images (n, S, S, 3)."""
     views = plain_view(torch.from_numpy(squares).permute(0, 3, 1, 2).to(device), settings)
     features = model.backbone(views.contiguous(memory_format=torch.channels_last)).float()
-    calibration = _softmax(model.calibration_head(features))
+    calibration = head_probabilities(model.calibration_head, features)
     one_head = model.clustering_head is model.calibration_head
-    clustering = calibration if one_head else _softmax(model.clustering_head(features))
+    clustering = calibration if one_head else head_probabilities(model.clustering_head, features)
     columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration))
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, features)
     return columns
-
-
-def _softmax(logits: Tensor) -> NDArray[np.float32]:
-    return F.softmax(logits, dim=1).cpu().numpy()
 
 
 def _read_sample(model: Clusterer, stream: ImageStream) -> ImageSet:

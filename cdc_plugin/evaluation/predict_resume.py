@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from cdc_plugin import __version__
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_atomically, write_text
 from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.images import Progress
 from cdc_plugin.data.sources.arrays import split_rows
@@ -86,16 +86,11 @@ def remove_parts(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class PartFolder:
-    """The parts of one prediction, read from disk whenever they are iterated.
-
-    Args:
-        count: of all parts.
-        inputs: what the parts depend on.
-    """
+    """The parts of one prediction, read from disk whenever they are iterated."""
 
     path: Path
-    count: int
-    inputs: dict[str, str | int]
+    count: int  # of all parts
+    inputs: dict[str, str | int]  # what the parts depend on
 
     def __iter__(self) -> Iterator[PredictionPart]:
         return (self.load(number) for number in range(self.count))
@@ -123,47 +118,39 @@ class PartFolder:
     def save(self, number: int, part: PredictionPart) -> None:
         """Keep a part; any process may call it."""
         skipped = np.frombuffer(json.dumps(part.skipped).encode(), np.uint8)
-        arrays = {f"column {name}": values for name, values in part.columns.items()}
+        arrays = {"positions": part.positions, "skipped": skipped}
+        arrays |= {f"column {name}": values for name, values in part.columns.items()}
 
         def write(temporary: Path) -> None:
             with open(temporary, "wb") as file:
-                np.savez(file, positions=part.positions, skipped=skipped, **arrays)  # type: ignore[arg-type]
+                np.savez(file, **arrays)  # type: ignore[arg-type]
 
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot create the folder {self.path}: {error.strerror}; give another --out") from error
         if self._read_inputs() != self.inputs:
-            text = json.dumps(self.inputs, indent=2) + "\n"
-            write_atomically(self.path / INPUTS, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+            write_text(self.path / INPUTS, json.dumps(self.inputs, indent=2) + "\n")
         write_atomically(self.file(number), write)
 
     def load(self, number: int) -> PredictionPart:
-        """Read a part that was saved.
-
-        Raises:
-            OutputError: it is missing or damaged.
-        """
+        """Read a part that was saved; refuse one that is missing or damaged."""
         try:
-            return self._read(number)
+            with open(self.file(number), "rb") as file, np.load(file, allow_pickle=False) as arrays:
+                names = [name for name in arrays.files if name.startswith("column ")]
+                columns = {name.removeprefix("column "): arrays[name] for name in names}
+                skipped = [(int(position), str(reason)) for position, reason in json.loads(arrays["skipped"].tobytes())]
+                return PredictionPart(arrays["positions"], columns, skipped)
         except DAMAGED as error:
             raise OutputError(
                 f"part {number + 1} of {self.count} cannot be read from {self.path} ({error}); run the same command "
                 "again; with several machines, --out must be on a disk that all of them share"
             ) from error
 
-    def _read(self, number: int) -> PredictionPart:
-        with open(self.file(number), "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            columns = {
-                name.removeprefix("column "): arrays[name] for name in arrays.files if name.startswith("column ")
-            }
-            skipped = [(int(position), str(reason)) for position, reason in json.loads(arrays["skipped"].tobytes())]
-            return PredictionPart(arrays["positions"], columns, skipped)
-
     def _is_readable(self, number: int) -> bool:
         try:
-            self._read(number)
-        except DAMAGED:  # a file system that lost its last writes in a power failure
+            self.load(number)
+        except OutputError:  # a file system that lost its last writes in a power failure
             return False
         return True
 
@@ -183,27 +170,24 @@ def describe_inputs(predictor: Predictor) -> dict[str, str | int]:
     """Return everything that a part depends on; batch size and device change no more than the last bits."""
     return {
         "program": __version__,
-        "model": _hash_model(predictor.model),
+        "model": compute_digest(_describe_model(predictor.model)),
         "data": _hash_data(predictor.stream),
         "images": len(predictor.stream),
         "images per part": PART,
     }
 
 
-def _hash_model(model: Clusterer) -> str:
-    def describe() -> Iterator[str | bytes]:
-        backbone, tensors = model.backbone, dict(model.state_dict())
-        if model.prototypes is not None:
-            tensors |= prototype_tensors(model.prototypes)
-        # Networks differ in more than their weights, in a padding for example.
-        yield re.sub(r" at 0x[0-9a-f]+", "", repr(model))
-        yield repr((backbone.input_size, backbone.mean.tolist(), backbone.std.tolist()))
-        yield repr([head.spec for head in (model.clustering_head, model.calibration_head)])
-        for name, tensor in tensors.items():
-            yield name
-            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-    return compute_digest(describe())
+def _describe_model(model: Clusterer) -> Iterator[str | bytes]:
+    backbone, tensors = model.backbone, dict(model.state_dict())
+    if model.prototypes is not None:
+        tensors |= prototype_tensors(model.prototypes)
+    # Networks differ in more than their weights, in a padding for example.
+    yield re.sub(r" at 0x[0-9a-f]+", "", repr(model))
+    yield repr((backbone.input_size, backbone.mean.tolist(), backbone.std.tolist()))
+    yield repr([head.spec for head in (model.clustering_head, model.calibration_head)])
+    for name, tensor in tensors.items():
+        yield name
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _hash_data(stream: ImageStream) -> str:

@@ -1,15 +1,5 @@
 """Pure numbers about predictions; the only layer that may see ground truth."""
 
-from cdc_plugin.metrics.calibration import (
-    adaptive_calibration_error,
-    brier_score,
-    class_wise_calibration_error,
-    confidence_histogram,
-    expected_calibration_error,
-    mean_confidence,
-    negative_log_likelihood,
-    reliability_table,
-)
 from cdc_plugin.metrics.clustering import (
     accuracy,
     adjusted_rand_index,
@@ -19,14 +9,22 @@ from cdc_plugin.metrics.clustering import (
     normalized_mutual_information,
     true_columns,
 )
-from cdc_plugin.metrics.ood import outlier_aupr, outlier_auroc, outlier_fpr95
-from cdc_plugin.metrics.rejection import (
+from cdc_plugin.metrics.confidence import (
     RiskCoverage,
+    adaptive_calibration_error,
     area_under_risk_coverage,
+    brier_score,
+    class_wise_calibration_error,
+    confidence_histogram,
+    expected_calibration_error,
     failure_auroc,
     failure_fpr95,
+    mean_confidence,
+    negative_log_likelihood,
+    reliability_table,
     risk_coverage_curve,
 )
+from cdc_plugin.metrics.ood import outlier_aupr, outlier_auroc, outlier_fpr95
 from cdc_plugin.metrics.summary import summary, summary_hard, summary_outliers, summary_unlabelled
 
 __all__ = [

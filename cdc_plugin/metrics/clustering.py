@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.metrics.validation import Integers, probability_table
+from cdc_plugin.metrics.confidence import Booleans, Integers, check_probabilities
 
 
 def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:
@@ -22,10 +22,8 @@ def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:
     Returns:
         (clusters found, classes found) counts.
     """
-    clusters, classes = _paired(predicted, labels)
-    cluster_values, cluster_index = np.unique(clusters, return_inverse=True)
-    class_values, class_index = np.unique(classes, return_inverse=True)
-    return _count_pairs(cluster_index, class_index, len(cluster_values), len(class_values))
+    clusters, classes = (np.unique(values, return_inverse=True) for values in _paired(predicted, labels))
+    return _count_pairs(clusters[1], classes[1], len(clusters[0]), len(classes[0]))
 
 
 def match_clusters(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> Integers:
@@ -43,15 +41,15 @@ def match_clusters(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> In
     return np.where(matched >= 0, classes[matched], -1)
 
 
-def correct_samples(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> NDArray[np.bool_]:
-    """(N,) whether each sample lies in the cluster that is matched to its class."""
+def correct_samples(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> Booleans:
+    """Return (N,) whether each sample lies in the cluster that is matched to its class."""
     matched, classes = _match(predicted, labels, clusters)
     # Compared by class index, not by label: a label of -1 must not pass for "no class".
     return matched[np.asarray(predicted)] == np.searchsorted(classes, np.asarray(labels))
 
 
 def true_columns(probs: ArrayLike, labels: ArrayLike) -> Integers:
-    """(N,) the column, that is cluster, that stands for each sample's class; ``probs.argmax(1)`` equal to it is right.
+    """Return the column, that is cluster, of each sample's class, (N,); ``probs.argmax(1)`` equal to it is right.
 
     Clusters are matched as in `match_clusters`; of several best matchings the one that gives the classes the most
     probability is taken, so that renumbering the clusters changes no figure. Classes that are left without a
@@ -63,7 +61,7 @@ def true_columns(probs: ArrayLike, labels: ArrayLike) -> Integers:
     """
     from scipy.sparse import csr_array
 
-    table = probability_table(probs)
+    table = check_probabilities(probs)
     samples, clusters = table.shape
     predicted, truth = _paired(table.argmax(axis=1), labels)
     classes, class_index = np.unique(truth, return_inverse=True)
@@ -75,25 +73,23 @@ def true_columns(probs: ArrayLike, labels: ArrayLike) -> Integers:
     with_cluster = np.flatnonzero(matched >= 0)
     column = np.full(len(classes), -1)
     column[matched[with_cluster]] = with_cluster
-    without = np.flatnonzero(column < 0)
-    column[without] = clusters + np.arange(len(without))
+    column[column < 0] = clusters + np.arange(np.sum(column < 0))
     return column[class_index]
 
 
 def accuracy(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> float:
-    """Share of samples in the cluster that is matched to their class."""
+    """Return the share of samples in the cluster that is matched to their class."""
     return float(correct_samples(predicted, labels, clusters).mean())
 
 
 def normalized_mutual_information(predicted: ArrayLike, labels: ArrayLike) -> float:
-    """Mutual information over the arithmetic mean of both entropies; 1 if neither partition splits at all."""
+    """Return the mutual information over the mean of both entropies; 1 if neither partition splits at all."""
     counts = contingency(predicted, labels)
     if counts.shape == (1, 1):
         return 1.0
     joint = counts / counts.sum()
     cluster_share, class_share = joint.sum(axis=1), joint.sum(axis=0)
-    filled = joint > 0
-    independent = np.outer(cluster_share, class_share)
+    filled, independent = joint > 0, np.outer(cluster_share, class_share)
     information = np.sum(joint[filled] * np.log(joint[filled] / independent[filled]))
     mean_entropy = (_entropy(cluster_share) + _entropy(class_share)) / 2
     # Rounding may carry the quotient a hair outside of its range.
@@ -101,7 +97,7 @@ def normalized_mutual_information(predicted: ArrayLike, labels: ArrayLike) -> fl
 
 
 def adjusted_rand_index(predicted: ArrayLike, labels: ArrayLike) -> float:
-    """Share of sample pairs that both partitions treat alike, corrected for chance (Hubert and Arabie)."""
+    """Return the share of sample pairs that both partitions treat alike, corrected for chance (Hubert and Arabie)."""
     counts = contingency(predicted, labels)
     together = _pairs(counts)
     in_clusters, in_classes = _pairs(counts.sum(axis=1)), _pairs(counts.sum(axis=0))
@@ -113,7 +109,7 @@ def adjusted_rand_index(predicted: ArrayLike, labels: ArrayLike) -> float:
 
 
 def _match(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> tuple[Integers, Integers]:
-    """Index of each cluster's class or -1, (clusters,), and the label of each class index."""
+    """Return the index of each cluster's class or -1, (clusters,), and the label of each class index."""
     found, truth = _paired(predicted, labels)
     if found.min() < 0 or found.max() >= clusters:
         raise UserError(
@@ -121,12 +117,11 @@ def _match(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> tuple[Inte
             f"{found.max()}; state the number of clusters that the predictions were made with"
         )
     classes, class_index = np.unique(truth, return_inverse=True)
-    counts = _count_pairs(found, class_index, clusters, len(classes))
-    return _assign(counts), classes
+    return _assign(_count_pairs(found, class_index, clusters, len(classes))), classes
 
 
 def _assign(weights: NDArray[np.int64] | NDArray[np.float64]) -> Integers:
-    """Index of each row's column, or -1, so that the sum of the weights is largest."""
+    """Return the index of each row's column, or -1, so that the sum of the weights is largest."""
     from scipy.optimize import linear_sum_assignment  # half a second of import, needed with labels only
 
     rows, columns = linear_sum_assignment(weights, maximize=True)
@@ -136,7 +131,7 @@ def _assign(weights: NDArray[np.int64] | NDArray[np.float64]) -> Integers:
 
 
 def _paired(predicted: ArrayLike, labels: ArrayLike) -> tuple[Integers, Integers]:
-    """Both as integer vectors of one length, or a refusal."""
+    """Return both as integer vectors of one length, or refuse them."""
     first, second = np.asarray(predicted), np.asarray(labels)
     if first.ndim != 1 or first.shape != second.shape or len(first) == 0:
         raise UserError(

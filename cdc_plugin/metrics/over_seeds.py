@@ -1,4 +1,4 @@
-"""What a table of methods is made of: means and deviations over seeds, how they read, and which of them are best."""
+"""Rows of a table of methods: means and deviations over seeds, how they read, and which of them are best."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Every column in which at least one row has a value."""
+    """Return every column in which at least one row has a value."""
     found = dict.fromkeys(column for row in rows for column in row.values)
     return [column for column in found if any(row.values.get(column) is not None for row in rows)]
 
 
 def row_names(rows: Sequence[Row]) -> list[str]:
-    """Return what to call the rows of one set: their labels, with the method where two rows bear the same one."""
+    """Return a name for each row of one set: its label, with the method where two rows have the same one."""
     times = Counter(row.label for row in rows)
     return [row.label if times[row.label] == 1 else f"{row.label} ({row.method})" for row in rows]
 
 
 def better(column: str) -> str:
-    """Whether higher or lower values of a column are better; ``AUROC textures`` goes by its first word."""
+    """Return whether higher or lower values of a column are better; ``AUROC textures`` goes by its first word."""
     return BETTER.get(column.split(" ")[0], NEITHER)
 
 
 def ranks(rows: Sequence[Row], column: str) -> list[int]:
-    """1 for the best of the column, 2 for the second best, 0 for all others.
+    """Return 1 for the best of the column, 2 for the second best, 0 for all others.
 
     Rows that use labels take no part, and rows whose means read the same share a place: where all read the same
     there is no best.
@@ -80,7 +80,7 @@ def ranks(rows: Sequence[Row], column: str) -> list[int]:
 
 
 def mean_words(column: str, value: Value | None) -> str:
-    """``94.3`` per cent, ``41 s``, ``0.4`` clusters; empty where the figure is undefined."""
+    """Return ``94.3`` per cent, ``41 s``, ``0.4`` clusters; empty where the figure is undefined."""
     if value is None:
         return ""
     if column == SECONDS:
@@ -96,13 +96,13 @@ def deviation_words(column: str, value: Value | None) -> str:
 
 
 def partial_words(row: Row, column: str) -> str:
-    """`` (3)`` behind a mean over 3 of 5 seeds because the figure is undefined in the others; else empty."""
+    """Return `` (3)`` behind a mean over 3 of 5 seeds because the figure is undefined in the others; else empty."""
     value = row.values.get(column)
     return f" ({value.count})" if value is not None and value.count < row.seeds else ""
 
 
 def seeds_words(rows: Sequence[Row]) -> str:
-    """``5 seeds``, ``3 to 5 seeds``."""
+    """Return ``5 seeds``, ``3 to 5 seeds``."""
     fewest, most = min(row.seeds for row in rows), max(row.seeds for row in rows)
     return f"{most} seed{'s' if most > 1 else ''}" if fewest == most else f"{fewest} to {most} seeds"
 

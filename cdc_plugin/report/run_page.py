@@ -18,7 +18,7 @@ from cdc_plugin import __version__
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import correct_samples
-from cdc_plugin.metrics.rejection import accept_to_target
+from cdc_plugin.metrics.confidence import accept_to_target
 from cdc_plugin.report.charts import (
     caution_chart,
     cluster_chart,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.metrics.rejection import accept_to_target
+from cdc_plugin.metrics.confidence import accept_to_target
 
 # What the keys of report.json are called; "model" is the one head of an old clustering model.
 TITLES = {

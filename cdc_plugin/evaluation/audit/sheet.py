@@ -53,8 +53,7 @@ def build_sheet(table: np.recarray, rows: NDArray[np.int64], source: str) -> lis
     audit = f"{len(rows)} of {len(table)} images; {' '.join(source.split())}"
     lines = [["id", name, "cluster", "answer", "confidence", *flags, "audit"]]
     for row in rows.tolist():
-        entry = table[row]
-        cluster = int(entry["cluster"])
+        entry, cluster = table[row], int(table["cluster"][row])
         row_id = _build_id(row, cluster, len(rows), len(table))
         values = [str(int(entry[flag])) for flag in flags]
         lines.append([row_id, str(entry[name]), str(cluster), "", f"{entry['confidence']:.6f}", *values, audit])
@@ -83,9 +82,14 @@ def read_sheet(path: Path) -> Sheet:
     rows: dict[str, AuditRow] = {}
     audits = {}
     for number, cells in lines:
-        entry = dict(zip(header, cells, strict=False))
-        where = f"{path}, line {number}"
-        drawn, image_count = _parse_totals(entry["audit"], where)
+        entry, where = dict(zip(header, cells, strict=False)), f"{path}, line {number}"
+        totals = re.match(r"\s*(\d+) of (\d+) images", entry["audit"])
+        if totals is None:
+            raise DataError(
+                f"{where}: expected 'N of M images' in the column 'audit', found {entry['audit'][:40]!r}; change "
+                "nothing but the answers"
+            )
+        drawn, image_count = map(int, totals.groups())
         audits[drawn, image_count] = entry["audit"].partition(";")[2].strip()
         row = _parse_row(entry, drawn, image_count, where)
         if row.id in rows:
@@ -118,16 +122,6 @@ def _parse_row(entry: dict[str, str], drawn: int, image_count: int, where: str) 
     return AuditRow(row_id, cluster, min(confidence, 1.0), selected, entry["answer"].strip())
 
 
-def _parse_totals(audit: str, where: str) -> tuple[int, int]:
-    totals = re.match(r"\s*(\d+) of (\d+) images", audit)
-    if totals is None:
-        raise DataError(
-            f"{where}: expected 'N of M images' in the column 'audit', found {audit[:40]!r}; change nothing but the "
-            "answers"
-        )
-    return int(totals.group(1)), int(totals.group(2))
-
-
 def _build_id(row: int, cluster: int, drawn: int, image_count: int) -> str:
     """Return the row number with a checksum; it starts with a letter, or a spreadsheet might read it as a date."""
     checksum = zlib.crc32(f"{row} {cluster} {drawn} {image_count}".encode()) & 0xFFFF
@@ -136,7 +130,11 @@ def _build_id(row: int, cluster: int, drawn: int, image_count: int) -> str:
 
 def _read_cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """Return the column names, and every non-empty line with its number."""
-    text = _decode(_read_bytes(path), path)
+    file = path / FILE if path.is_dir() else path
+    try:
+        text = _decode(file.read_bytes(), path)
+    except OSError as error:
+        raise DataError(f"cannot read {file} ({error.strerror or error}); give the {FILE} of an audit") from error
     first = text.lstrip().partition("\n")[0]
     delimiter = max(DELIMITERS, key=first.count)
     try:
@@ -149,14 +147,6 @@ def _read_cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     header = [cell.strip().lower() for cell in lines[0][1]]
     # A spreadsheet may drop empty cells at the end of a line.
     return header, [(number, cells + [""] * (len(header) - len(cells))) for number, cells in lines[1:]]
-
-
-def _read_bytes(path: Path) -> bytes:
-    file = path / FILE if path.is_dir() else path
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {file} ({error.strerror or error}); give the {FILE} of an audit") from error
 
 
 def _decode(data: bytes, path: Path) -> str:

@@ -1,7 +1,8 @@
-"""The folder of an audit: audit.csv and audit.html, the page on which people answer."""
+"""The folder of an audit: audit.csv, and audit.html with every drawn image beside typical ones of its cluster."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import ConfigError, OutputError
 from cdc_plugin.evaluation.audit.sample import draw_rows
 from cdc_plugin.evaluation.audit.sheet import FILE, build_sheet, encode_sheet
 
 PAGE = "audit.html"
 MOST = 1000  # more would make the page too large to send, and nobody answers them
+TEMPLATE = Path(__file__).with_name("page.html")
+# Bytes of all pictures of a kind; a third more as base64, so that the page stays below 8 MB.
+DRAWN_BUDGET, TYPICAL_BUDGET = 3_300_000, 2_300_000
+DRAWN_SIDE, TYPICAL_SIDE, SMALLEST_SIDE = 224, 112, 32
+MANY_CLUSTERS = 40
+BLOCK = 512  # images that are in memory at once; each block may read a packed file from its start
+
+Read = Callable[[NDArray[np.int64]], NDArray[np.uint8]]
 
 
 def check_audit(folder: Path, count: int, overwrite: bool) -> None:
@@ -32,13 +42,7 @@ def check_audit(folder: Path, count: int, overwrite: bool) -> None:
 
 
 def write_audit(
-    folder: Path,
-    table: np.recarray,
-    count: int,
-    seed: int,
-    read: Callable[[NDArray[np.int64]], NDArray[np.uint8]],
-    source: str,
-    overwrite: bool,
+    folder: Path, table: np.recarray, count: int, seed: int, read: Read, source: str, overwrite: bool
 ) -> list[Path]:
     """Draw ``count`` images of a table of predictions, write sheet and page, and return their paths.
 
@@ -46,20 +50,61 @@ def write_audit(
         read: returns the pixels (n, S, S, 3) of n rows of the table.
         source: what was predicted, by which model; shown on the page and kept in the file.
     """
-    # Late: these import torch, and refusals need none.
-    from cdc_plugin.data.atomic import write_atomically
-    from cdc_plugin.evaluation.audit.page import render_page
-
     check_audit(folder, count, overwrite)
     selected = table["selected"] if "selected" in (table.dtype.names or ()) else None
     rows = draw_rows(table["confidence"], selected, count, seed)
     lines = build_sheet(table, rows, source)
-    contents = [encode_sheet(lines), render_page(table, rows, lines, read, source).encode("utf-8", "replace")]
+    page = _render_page(table, rows, lines, read, source).encode("utf-8", "replace")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot create the folder {folder}: {error.strerror}; give another --out") from error
-    paths = [folder / FILE, folder / PAGE]
-    for path, content in zip(paths, contents, strict=True):
+    contents = {folder / FILE: encode_sheet(lines), folder / PAGE: page}
+    for path, content in contents.items():
         write_atomically(path, partial(Path.write_bytes, data=content))
-    return paths
+    return list(contents)
+
+
+def _render_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[str]], read: Read, source: str) -> str:
+    """Return the page, in one file that loads nothing; it saves the lines of audit.csv with the answers."""
+    from jinja2 import Environment, StrictUndefined
+
+    asked = np.unique(table["cluster"][rows])
+    shown = 8 if len(asked) <= MANY_CLUSTERS else 5
+    # One more than shown: an image is not compared with itself.
+    typical = {int(cluster): find_typical_rows(table, int(cluster), shown + 1) for cluster in asked}
+    typical_pictures = _encode_pictures(np.concatenate(list(typical.values())), read, TYPICAL_BUDGET, TYPICAL_SIDE)
+    drawn_pictures = _encode_pictures(rows, read, DRAWN_BUDGET, DRAWN_SIDE)
+    questions = []
+    for row, cluster in zip(rows.tolist(), table["cluster"][rows].tolist(), strict=True):
+        others = [other for other in typical[cluster] if other != row]
+        questions.append({"cluster": cluster, "picture": drawn_pictures[row], "typical": others})
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        source=source.encode("utf-8", "replace").decode("utf-8"),
+        images=len(table),
+        content={"shown": shown, "lines": lines, "questions": questions, "pictures": typical_pictures},
+    )
+
+
+def find_typical_rows(table: np.recarray, cluster: int, count: int) -> list[int]:
+    """Return the rows of a cluster with the highest confidence, highest first."""
+    members = np.flatnonzero(table["cluster"] == cluster)
+    order = np.argsort(-table["confidence"][members], kind="stable")
+    return members[order[:count]].tolist()
+
+
+def _encode_pictures(rows: NDArray[np.int64], read: Read, budget: int, largest: int) -> dict[int, str]:
+    """Return a data URI per row; the more rows, the smaller the pictures."""
+    # Late: this imports torch, and refusals need none.
+    from cdc_plugin.report.gallery import BYTES_PER_PIXEL, HEADER_BYTES, ThumbnailSize, encode
+
+    most_bytes = budget // len(rows)
+    side = int(np.sqrt(max(most_bytes - HEADER_BYTES, 0) / BYTES_PER_PIXEL))
+    size = ThumbnailSize(min(max(side, SMALLEST_SIDE), largest), most_bytes)
+    pictures = {}
+    for start in range(0, len(rows), BLOCK):
+        block = np.sort(rows[start : start + BLOCK])
+        for row, pixels in zip(block.tolist(), read(block), strict=True):
+            pictures[row] = "data:image/jpeg;base64," + base64.b64encode(encode(pixels, size)).decode("ascii")
+    return pictures

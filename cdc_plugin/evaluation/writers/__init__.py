@@ -22,17 +22,11 @@ __all__ = ["FORMATS", "check_source", "choose_format", "explain_import", "write"
 
 @dataclass(frozen=True)
 class Format:
-    """Facts about a format.
+    """Facts about a format."""
 
-    Args:
-        suffixes: of the file that ``--out`` names; none for a folder.
-        endings: of all files that are written, with the same stem.
-        needs_files: whether it points to image files, which arrays do not have.
-    """
-
-    suffixes: tuple[str, ...]
-    endings: tuple[str, ...] = ()
-    needs_files: bool = True
+    suffixes: tuple[str, ...]  # of the file that ``--out`` names; none for a folder
+    endings: tuple[str, ...] = ()  # of all files that are written, with the same stem
+    needs_files: bool = True  # whether it points to image files, which arrays do not have
 
 
 FORMATS = {
@@ -46,12 +40,7 @@ FORMATS = {
 
 
 def choose_format(to: str | None, out: Path, overwrite: bool) -> str:
-    """Return the name of the format, from ``to`` or else from the suffix of ``out``, after checking ``out``.
-
-    Raises:
-        ConfigError: the format is unknown or cannot be told from the name.
-        OutputError: ``out`` cannot be written.
-    """
+    """Return the name of the format, from ``to`` or else from the suffix of ``out``; refuse what cannot be written."""
     name = _choose_by_suffix(out) if to is None else to
     if name not in FORMATS:
         raise ConfigError(f"--to takes one of {', '.join(FORMATS)}; found {name!r}")
@@ -98,29 +87,26 @@ def write(to: str, out: Path, tables: Iterable[np.recarray], source: str | Path)
         source: the folder that the names in the table are relative to, or the single image in the table.
     """
     from cdc_plugin.evaluation.prediction_table import concatenate_tables, write_tables
-    from cdc_plugin.evaluation.writers import cvat, fiftyone, folders, label_studio, parquet
-    from cdc_plugin.evaluation.writers.names import find_image_folder
+    from cdc_plugin.evaluation.writers import cvat, files, folders
 
     if to == "csv":
         write_tables(out, tables)
         return [out]
     if to == "parquet":
-        return parquet.write(out, tables)
+        return files.write_parquet(out, tables)
     writers = {
-        "folders": folders.write,
-        "label-studio": label_studio.write,
-        "fiftyone": fiftyone.write,
-        "cvat": cvat.write,
+        "folders": folders.write_folders,
+        "label-studio": files.write_label_studio,
+        "fiftyone": files.write_fiftyone,
+        "cvat": cvat.write_cvat,
     }
-    return writers[to](out, concatenate_tables(tables), find_image_folder(source))
+    return writers[to](out, concatenate_tables(tables), _find_image_folder(source))
 
 
 def explain_import(to: str, out: Path, source: str | Path) -> str | None:
     """Return one line on how to open the output in its tool; None where the file name says enough."""
-    from cdc_plugin.evaluation.writers.names import find_image_folder
-
     if to == "label-studio":
-        folder = find_image_folder(source)
+        folder = _find_image_folder(source)
         return (
             "start Label Studio with LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true and "
             f"LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={folder.parent}, paste {out.stem}.xml as labelling interface, "
@@ -137,6 +123,12 @@ def explain_import(to: str, out: Path, source: str | Path) -> str | None:
             f"{out.stem}.xml to it as annotations, format CVAT 1.1; {out.stem}.csv is for other tools"
         )
     return None
+
+
+def _find_image_folder(source: str | Path) -> Path:
+    """Return the absolute folder that names in the table are relative to; for a single image its parent."""
+    path = Path(source).expanduser()
+    return Path(os.path.abspath(path if path.is_dir() else path.parent))
 
 
 def _choose_by_suffix(out: Path) -> str:

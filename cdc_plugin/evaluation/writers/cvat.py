@@ -18,8 +18,8 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.evaluation.writers.names import convert_columns, name_clusters, write_text
+from cdc_plugin.data.atomic import write_atomically, write_text
+from cdc_plugin.evaluation.writers.files import convert_columns, name_clusters
 
 logger = logging.getLogger(__name__)
 
@@ -31,43 +31,42 @@ FLAGS = ("outlier", "selected")
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
-def write(out: Path, table: np.recarray, folder: Path) -> list[Path]:
+def write_cvat(out: Path, table: np.recarray, folder: Path) -> list[Path]:
     """Write ``NAME.xml``, ``NAME.csv`` and ``NAME.labels.json`` side by side, whichever of them ``out`` names."""
     names, columns = name_clusters(table), convert_columns(table)
-    labels = build_labels(names, [column for column in FLAGS if column in columns])
-    xml, labels_file, table_file = (out.with_suffix(suffix) for suffix in (".xml", ".labels.json", ".csv"))
+    labels = _build_labels(names, [column for column in FLAGS if column in columns])
+    files = [out.with_suffix(suffix) for suffix in (".xml", ".csv", ".labels.json")]
     paths = table["path"].tolist()
-    write_text(labels_file, json.dumps(labels, indent=2) + "\n")
-    _write_csv(table_file, paths, names, columns)
-    write_text(xml, build_xml(paths, names, labels, columns))
-    return [xml, table_file, labels_file]
+    write_text(files[2], json.dumps(labels, indent=2) + "\n")
+    _write_csv(files[1], paths, names, columns)
+    write_text(files[0], _build_xml(paths, names, labels, columns))
+    return files
 
 
-def build_labels(names: list[str], flags: list[str]) -> list[dict[str, Any]]:
+def _build_labels(names: list[str], flags: list[str]) -> list[dict[str, Any]]:
     """Return the labels of a task for CVAT's raw label editor; CVAT drops attributes that are not declared there."""
     number = {"mutable": False, "input_type": "number", "default_value": "0"}
+    checkbox = {"mutable": False, "input_type": "checkbox", "default_value": "false", "values": ["false"]}
     attributes = [
         {"name": "confidence", **number, "values": ["0", "1", "0.000001"]},
         {"name": "second_cluster", **number, "values": ["0", str(len(names) - 1), "1"]},
-        *(
-            {"name": flag, "mutable": False, "input_type": "checkbox", "default_value": "false", "values": ["false"]}
-            for flag in flags
-        ),
+        *({"name": flag, **checkbox} for flag in flags),
     ]
     return [{"name": name, "type": "tag", "attributes": attributes} for name in names]
 
 
-def build_xml(paths: list[str], names: list[str], labels: list[dict[str, Any]], columns: dict[str, list[Any]]) -> str:
+def _build_xml(paths: list[str], names: list[str], labels: list[dict[str, Any]], columns: dict[str, list[Any]]) -> str:
     """Return the XML: the labels, then one image with one tag per row."""
     parts = ['<?xml version="1.0" encoding="utf-8"?>\n<annotations>\n<version>1.1</version>\n<meta><task><labels>\n']
     parts += [_build_label(label) for label in labels]
     parts.append("</labels></task></meta>\n")
     shown = [attribute["name"] for attribute in labels[0]["attributes"]] if labels else []
     pattern = "".join(f'<attribute name="{name}">%s</attribute>' for name in shown)
-    values = zip(*(_format_values(name, columns[name]) for name in shown), strict=True)
+    texts_of = {name: [str(bool(value)).lower() for value in columns[name]] for name in FLAGS if name in shown}
+    values = zip(*(texts_of.get(name, columns[name]) for name in shown), strict=True)
     rows = zip(paths, _find_unambiguous(paths), columns["cluster"], values, strict=True)
     parts += [
-        f'<image id="{FIRST_ID + row}" name={_quote(path)}>'
+        f'<image id="{FIRST_ID + row}" name={quoteattr(path)}>'
         f'<tag label="{names[cluster]}" source="auto">{pattern % texts}</tag></image>\n'
         for row, (path, unambiguous, cluster, texts) in enumerate(rows)
         if unambiguous
@@ -88,16 +87,6 @@ def _find_unambiguous(paths: list[str]) -> list[bool]:
             paths[unambiguous.index(False)],
         )
     return unambiguous
-
-
-def _quote(text: str) -> str:
-    return quoteattr(text, {"\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})
-
-
-def _format_values(name: str, values: list[Any]) -> list[str]:
-    if name in FLAGS:
-        return ["true" if value else "false" for value in values]
-    return [str(value) for value in values]
 
 
 def _build_label(label: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from cdc_plugin.errors import OutputError
-from cdc_plugin.evaluation.writers.names import name_clusters
+from cdc_plugin.evaluation.writers.files import name_clusters
 
 LINKS = "links.csv"
 OUTLIERS, UNSURE = "outliers", "unsure"
@@ -61,7 +61,7 @@ def check_links(out: Path, folder: Path) -> None:
         shutil.rmtree(trial)
 
 
-def write(out: Path, table: np.recarray, folder: Path) -> list[Path]:
+def write_folders(out: Path, table: np.recarray, folder: Path) -> list[Path]:
     """Create all links in a folder beside ``out`` and rename it, so that the export is complete or absent."""
     from cdc_plugin.evaluation.prediction_table import write_table
 
@@ -89,16 +89,13 @@ def write(out: Path, table: np.recarray, folder: Path) -> list[Path]:
 
 def _choose_folders(table: np.recarray) -> list[str]:
     """Return the folder of each row, relative to the export."""
-    names = name_clusters(table)
-    folders = [names[cluster] for cluster in table["cluster"].tolist()]
-    columns = table.dtype.names or ()
+    names, columns = name_clusters(table), table.dtype.names or ()
+    folders = np.array([names[cluster] for cluster in table["cluster"].tolist()], dtype=object)
     if "selected" in columns:
-        selected = table["selected"].tolist()
-        folders = [folder if keep else f"{folder}/{UNSURE}" for folder, keep in zip(folders, selected, strict=True)]
+        folders[~table["selected"]] += f"/{UNSURE}"
     if "outlier" in columns:
-        outlier = table["outlier"].tolist()
-        folders = [OUTLIERS if far else folder for folder, far in zip(folders, outlier, strict=True)]
-    return folders
+        folders[table["outlier"]] = OUTLIERS
+    return folders.tolist()
 
 
 def _choose_links(folders: list[str], paths: list[str]) -> Iterator[str]:
@@ -132,16 +129,11 @@ def _create_links(root: str, links: list[str], paths: list[str], images: Path, t
         folder = link.rpartition("/")[0]
         if folder not in routes:
             os.makedirs(os.path.join(root, folder), exist_ok=True)
-            routes[folder] = _find_route(target / folder, images)
+            try:  # relative, so that images and export can be moved together
+                routes[folder] = os.path.relpath(images, target / folder)
+            except ValueError:  # another drive
+                routes[folder] = str(images)
         _create_link(os.path.join(routes[folder], path), os.path.join(images, path), os.path.join(root, link))
-
-
-def _find_route(start: Path, end: Path) -> str:
-    """Return a relative path, so that images and export can be moved together."""
-    try:
-        return os.path.relpath(end, start)
-    except ValueError:  # another drive
-        return str(end)
 
 
 def _create_link(pointer: str, image: str, link: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from cdc_plugin.cli import inspect as cli_inspect
 from cdc_plugin.config.recipes import demo_settings
+from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.evaluation.inspect_features import (
@@ -51,8 +52,9 @@ def run(capsys, *arguments):
     return code, printed.out, printed.err
 
 
-def test_facts_of_a_bare_state_dict_say_what_is_assumed_and_why(tiny_checkpoint):
+def test_facts_of_a_bare_state_dict_say_what_is_assumed_and_why(tiny_checkpoint, tiny_backbone):
     found = inspect(tiny_checkpoint)
+    assert found["parameters"] == sum(p.numel() for p in tiny_backbone.parameters())
     assert found["loadable"]
     assert found["error"] is None
     assert (found["format"], found["feature_dim"], found["heads"]) == ("torchvision", 8, [])
@@ -62,10 +64,6 @@ def test_facts_of_a_bare_state_dict_say_what_is_assumed_and_why(tiny_checkpoint)
     assert {"mean", "std", "input_size"} <= set(found["why"])
     assert found["branches"] == ["online"]
     assert "images" not in found
-
-
-def test_number_of_parameters_is_that_of_the_network(tiny_checkpoint, tiny_backbone):
-    assert inspect(tiny_checkpoint)["parameters"] == sum(p.numel() for p in tiny_backbone.parameters())
 
 
 def test_weights_that_do_not_fit_are_all_listed_with_their_neighbours(tiny_checkpoint, tmp_path):
@@ -78,23 +76,20 @@ def test_weights_that_do_not_fit_are_all_listed_with_their_neighbours(tiny_check
     assert 0.9 < weights["matched"] < 1
 
 
-def test_file_that_is_no_checkpoint_is_reported_not_raised(tmp_path):
+def test_what_cannot_be_loaded_is_reported_not_raised(tiny_checkpoint, tmp_path):
     path = tmp_path / "notes.pth"
     path.write_text("these are notes")
-    found = inspect(path)
-    assert not found["loadable"]
-    assert "text" in found["error"]
+    for found, words in ((inspect(path), "text"), (inspect(tiny_checkpoint, arch="no_such_net"), "no_such_net")):
+        assert not found["loadable"]
+        assert words in found["error"]
 
 
-def test_images_fit_a_backbone_that_was_trained_on_them(examined):
+def test_images_fit_a_backbone_that_was_trained_on_them_and_keep_neighbours(examined):
     found = examined["images"]
     assert found["batchnorm"]["verdict"] == "fits"
     assert found["batchnorm"]["variants"][0]["changed"] == {}
     assert not found["features"]["collapsed"]
-
-
-def test_trained_backbone_keeps_more_neighbours_than_random_weights(examined):
-    near = examined["images"]["neighbours"]
+    near = found["neighbours"]
     assert near["better"] is True
     assert near["trained"]["kept"] > 2 * near["random"]["kept"]
     assert near["trained"]["found"] > 2 * near["random"]["found"]
@@ -107,18 +102,11 @@ def test_untrained_network_is_not_better_than_random_weights(tiny_backbone, digi
     assert "better than random weights" in comparison.words
 
 
-def test_few_images_give_no_verdict_on_neighbours(tiny_checkpoint, digits):
-    near = inspect(tiny_checkpoint, digits[0][:8], device="cpu")["images"]["neighbours"]
-    assert near["better"] is None
-    assert "too few" in near["words"]
-
-
-def test_untrained_statistics_are_named(tiny_checkpoint, digits):
-    found = inspect(tiny_checkpoint, digits[0][:16], device="cpu")
-    assert found["images"]["batchnorm"]["verdict"] == "untrained"
-
-
-def test_too_few_images_are_refused(tiny_checkpoint, digits):
+def test_few_images_give_no_verdict_on_neighbours_and_hardly_any_are_refused(tiny_checkpoint, digits):
+    found = inspect(tiny_checkpoint, digits[0][:16], device="cpu")["images"]
+    assert found["batchnorm"]["verdict"] == "untrained"
+    assert found["neighbours"]["better"] is None
+    assert "too few" in found["neighbours"]["words"]
     with pytest.raises(UserError, match="2 readable images"):
         inspect(tiny_checkpoint, digits[0][:2], device="cpu")
 
@@ -185,11 +173,6 @@ def test_help_answers_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def test_every_option_of_the_help_examples_exists():
-    known = {option for action in cli_inspect.inspect_parser()._actions for option in action.option_strings}
-    assert {word for word in cli_inspect.EPILOG.split() if word.startswith("--")} <= known
-
-
 def test_command_prints_aligned_facts_on_one_screen(capsys, examined, monkeypatch):
     monkeypatch.setattr("cdc_plugin.evaluation.inspect.inspect", lambda *_, **__: examined)
     code, out, err = run(capsys, DEMO)
@@ -219,12 +202,8 @@ def test_weights_that_do_not_fit_end_with_code_2_and_a_list(capsys, tiny_checkpo
     assert code == 2
     assert json.loads(out)["loadable"] is False
     check_record(json.loads(out), "inspection")
-
-
-def test_missing_file_is_one_line_and_code_2(capsys, tmp_path):
     code, out, err = run(capsys, tmp_path / "none.pt")
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 
 def test_folder_is_sampled_and_unreadable_images_are_counted(tiny_checkpoint, tmp_path, digits, write_images):
@@ -234,15 +213,7 @@ def test_folder_is_sampled_and_unreadable_images_are_counted(tiny_checkpoint, tm
     assert (found["count"], found["skipped"], found["size"]) == (12, 1, 32)
 
 
-def test_wanted_architecture_that_is_unknown_is_reported(tiny_checkpoint):
-    found = inspect(tiny_checkpoint, arch="no_such_net")
-    assert not found["loadable"]
-    assert "no_such_net" in found["error"]
-
-
 def test_arrays_are_read_to_the_limit(digits):
-    from cdc_plugin.data.images import open_images
-
     found = open_images(np.asarray(digits[0]), 32, limit=5)
     assert len(found) == 5
     assert np.array_equal(found.images[-1], digits[0][-1])

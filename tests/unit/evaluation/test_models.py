@@ -42,18 +42,15 @@ def test_a_result_is_opened_with_what_its_run_wrote(result, inside):
     assert "seed: 4" in subject.run.settings
 
 
-def test_a_model_alone_has_no_run(result):
-    for name in ("config.yaml", "metrics.jsonl", "report.json", "last.pt"):
-        (result / name).unlink()
-    assert open_model(result).run is None
-
-
-def test_what_a_run_wrote_beside_its_model_may_be_damaged(result):
+def test_what_a_run_wrote_beside_its_model_may_be_damaged_or_absent(result):
     (result / "report.json").write_text("{")
     (result / "metrics.jsonl").write_text("no JSON")
     run = open_model(result).run
     assert run is not None
     assert (run.report, run.history) == ({}, [])
+    for name in ("config.yaml", "metrics.jsonl", "report.json", "last.pt"):
+        (result / name).unlink()
+    assert open_model(result).run is None
 
 
 def test_a_checkpoint_of_others_has_one_head_and_keeps_what_was_said_of_it(scan):
@@ -85,14 +82,19 @@ def test_the_settings_of_somebody_else_are_not_taken_for_an_unfinished_run(scan)
     assert open_model(scan.parent).writer == "SCAN (clustering)"
 
 
-def test_a_missing_model_is_told_with_what_is_near(result):
-    with pytest.raises(UserError, match=r"there is no model .*photo; .* has photos"):
-        open_model(result.parent / "photo")
-
-
-def test_a_backbone_without_clusters_is_refused(tiny_checkpoint):
-    with pytest.raises(UserError, match="no clustering head; refine it first: cdc-refine --backbone"):
-        open_model(tiny_checkpoint)
+def test_a_missing_model_a_backbone_without_clusters_and_a_run_that_could_not_start_are_refused(
+    result, tiny_checkpoint
+):
+    log = result.parent / "failed" / "train.log"
+    log.parent.mkdir()
+    log.write_text("no images")
+    for path, words in (
+        (result.parent / "photo", r"there is no model .*photo; .* has photos"),
+        (tiny_checkpoint, "no clustering head; refine it first: cdc-refine --backbone"),
+        (log.parent, "only the log of a run that could not start"),
+    ):
+        with pytest.raises(UserError, match=words):
+            open_model(path)
 
 
 def test_models_called_alike_are_told_apart_by_their_folders_or_numbers(scan, tmp_path):
@@ -104,9 +106,3 @@ def test_models_called_alike_are_told_apart_by_their_folders_or_numbers(scan, tm
     assert distinct_names([first, first]) == [tmp_path.name, f"{tmp_path.name}-2"]
     given = EvaluatedModel("model", None, first.model, "the caller")
     assert distinct_names([given, second]) == ["model", "other"]
-
-
-def test_a_run_that_could_not_start_is_told_by_its_log(tmp_path):
-    (tmp_path / "train.log").write_text("no images")
-    with pytest.raises(UserError, match="only the log of a run that could not start"):
-        open_model(tmp_path)

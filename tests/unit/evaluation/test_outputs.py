@@ -37,13 +37,18 @@ def open_clusterer(backbone, *heads: nn.Module):
     return open_model(Clusterer(backbone, heads[0], heads[-1]))
 
 
-def test_each_head_answers_for_itself_and_one_head_answers_once(tiny_backbone, digits):
-    images = open_images(digits[0][:20], 32)
+@pytest.fixture
+def two_and_one(tiny_backbone):
+    """A model with two heads, and one that has the second of them alone."""
     torch.manual_seed(1)
     first, second = (ClusterHead(8, 12, 3).eval() for _ in range(2))
-    both, one = (
-        run_model(open_clusterer(tiny_backbone, *heads), images, CPU) for heads in ((first, second), (second,))
-    )
+    return [open_clusterer(tiny_backbone, *heads) for heads in ((first, second), (second,))]
+
+
+def test_each_head_answers_for_itself_and_one_head_answers_once(two_and_one, digits):
+    images = open_images(digits[0][:20], 32)
+    both, one = (run_model(evaluated, images, CPU) for evaluated in two_and_one)
+    second = two_and_one[1].model.calibration_head
     assert list(both.heads) == ["clustering_head", "calibration_head"]
     assert list(one.heads) == ["model"]
     with torch.no_grad():
@@ -68,13 +73,10 @@ def test_features_that_are_not_finite_are_refused(tiny_backbone, digits):
         run_model(open_clusterer(tiny_backbone, ClusterHead(8, 12, 3)), open_images(digits[0][:4], 32), CPU)
 
 
-def test_a_card_with_one_head_does_not_praise_its_agreement_with_itself(tiny_backbone, digits):
+def test_a_card_with_one_head_does_not_praise_its_agreement_with_itself(two_and_one, digits):
     images = open_images(digits[0][:30], 32)
-    torch.manual_seed(1)
-    first, second = (ClusterHead(8, 12, 3) for _ in range(2))
     cards = []
-    for heads in ((first, second), (second,)):
-        evaluated = open_clusterer(tiny_backbone, *heads)
+    for evaluated in two_and_one:
         outputs = run_model(evaluated, images, CPU)
         cards.append(quality_card(evaluated, outputs, outputs.calibration.argmax(axis=1), images, CPU))
     two, one = cards

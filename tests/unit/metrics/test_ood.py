@@ -1,8 +1,6 @@
 import numpy as np
 import pytest
-import torch
 from sklearn.metrics import average_precision_score, roc_auc_score, roc_curve
-from torchmetrics.functional.classification import binary_average_precision
 
 from cdc_plugin.errors import UserError
 from cdc_plugin.metrics import outlier_aupr, outlier_auroc, outlier_fpr95, summary_outliers
@@ -20,11 +18,6 @@ CASES = {
 }
 
 
-def joined(case):
-    inside, outside = CASES[case]
-    return np.r_[np.ones(len(inside), dtype=int), np.zeros(len(outside), dtype=int)], np.r_[inside, outside]
-
-
 def test_figures_by_hand():
     # Thresholds 0.9, 0.8, 0.4: inside 1, 2, 3 of 3 and outside 0, 1, 1 of 2.
     found = summary_outliers([0.9, 0.8, 0.4], [0.8, 0.1])
@@ -33,32 +26,21 @@ def test_figures_by_hand():
     assert found["AUPR"] == pytest.approx((1 + 2 / 3 + 3 / 4) / 3)
 
 
-def test_higher_means_inside():
+def test_higher_means_inside_and_a_constant_score_tells_nothing():
     assert summary_outliers([2.0, 3.0], [-5.0, 1.0]) == {"AUROC": 1.0, "FPR95": 0.0, "AUPR": 1.0}
-    assert summary_outliers([-5.0, 1.0], [2.0, 3.0])["AUROC"] == 0.0
-    assert summary_outliers([-5.0, 1.0], [2.0, 3.0])["FPR95"] == 1.0
-
-
-def test_a_score_that_tells_nothing():
     assert summary_outliers([1.0] * 3, [1.0] * 9) == {"AUROC": 0.5, "FPR95": 1.0, "AUPR": 0.25}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_figures_agree_with_scikit_learn(case):
-    is_inside, scores = joined(case)
+    inside, outside = CASES[case]
+    is_inside, scores = np.repeat([1, 0], [len(inside), len(outside)]), np.r_[inside, outside]
     ours = summary_outliers(*CASES[case])
     assert ours["AUROC"] == pytest.approx(roc_auc_score(is_inside, scores), abs=1e-12)
     assert ours["AUPR"] == pytest.approx(average_precision_score(is_inside, scores), abs=1e-12)
     false_rate, true_rate, _ = roc_curve(is_inside, scores, drop_intermediate=False)
     oracle = false_rate[np.flatnonzero(true_rate >= 0.95 - 1e-12)[0]]
     assert ours["FPR95"] == pytest.approx(oracle, abs=1e-12)
-
-
-@pytest.mark.parametrize("case", sorted(set(CASES) - {"minus distances"}))  # torchmetrics squashes those
-def test_precision_agrees_with_torchmetrics(case):
-    is_inside, scores = joined(case)
-    theirs = binary_average_precision(torch.tensor(scores), torch.tensor(is_inside))
-    assert outlier_aupr(*CASES[case]) == pytest.approx(float(theirs), abs=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -68,11 +50,6 @@ def test_order_and_scale_do_not_matter(case):
     before = summary_outliers(inside, outside)
     assert summary_outliers(rng.permutation(inside), rng.permutation(outside)) == before
     assert summary_outliers(8 * inside - 3, 8 * outside - 3) == pytest.approx(before)
-
-
-def test_swapping_the_groups_mirrors_auroc():
-    inside, outside = CASES["many ties"]
-    assert outlier_auroc(outside, inside) == pytest.approx(1 - outlier_auroc(inside, outside))
 
 
 @pytest.mark.parametrize("measure", [outlier_auroc, outlier_fpr95, outlier_aupr, summary_outliers])

@@ -4,7 +4,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from cdc_plugin.metrics.rejection import accept_above, accept_to_target
+from cdc_plugin.metrics.confidence import accept_above, accept_to_target
 
 
 def by_brute_force(confidence: np.ndarray, target: float) -> set[int]:
@@ -51,15 +51,12 @@ def test_a_mean_that_is_the_target_exactly_reaches_it_however_numbers_are_rounde
     assert accept_to_target(confidence, share).expected_accuracy == pytest.approx(share, abs=1e-12)
 
 
-def test_nothing_is_accepted_where_even_the_surest_is_below():
-    for found in (accept_to_target(np.array([0.5, 0.94]), 0.95), accept_above(np.array([0.5, 0.94]), 0.95)):
-        assert not found.mask.any()
-        assert (found.threshold, found.expected_accuracy, found.coverage) == (None, None, 0.0)
-
-
-def test_no_images_give_an_empty_selection():
-    for found in (accept_to_target(np.zeros(0), 0.9), accept_above(np.zeros(0), 0.9)):
-        assert (found.count, found.coverage, found.threshold) == (0, 0.0, None)
+@pytest.mark.parametrize("accept", [accept_above, accept_to_target])
+@pytest.mark.parametrize("confidence", [[0.5, 0.94], []])
+def test_nothing_is_accepted_where_even_the_surest_is_below_or_there_is_none(accept, confidence):
+    found = accept(np.array(confidence), 0.95)
+    assert not found.mask.any()
+    assert (found.count, found.threshold, found.expected_accuracy, found.coverage) == (0, None, None, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -8,7 +8,6 @@ import torch
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score, roc_auc_score
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.report_record import measure_head
 from cdc_plugin.metrics import (
     accuracy,
     adaptive_calibration_error,
@@ -61,12 +60,6 @@ def test_without_labels_the_same_names_hold_what_can_be_known():
     assert found["cluster_sizes"] == labelled["cluster_sizes"]
     assert found["bins"] == {**labelled["bins"], "accuracy": [None] * 15}
     assert found["histogram"] == {"right": None, "wrong": None, "all": labelled["histogram"]["all"]}
-
-
-def test_the_figures_of_a_head_are_those_of_the_summary():
-    probs, labels = TABLES["float32"]
-    assert measure_head(probs, labels) == summary(probs, labels)
-    assert measure_head(probs, None) == summary_unlabelled(probs)
 
 
 @pytest.mark.parametrize("case", TABLES)

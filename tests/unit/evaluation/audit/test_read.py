@@ -1,4 +1,4 @@
-"""From answers to bounds, in numbers and in words."""
+"""From answers to bounds, worked by hand, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -9,35 +9,27 @@ import numpy as np
 import pytest
 
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.audit.read import read_answers
-from cdc_plugin.evaluation.audit.result import compute_accuracy_bound, compute_accuracy_interval
+from cdc_plugin.evaluation.audit.read import (
+    choose_bin_count,
+    compute_accuracy_bound,
+    compute_accuracy_interval,
+    read_answers,
+    simulate_calibration_error,
+)
 from cdc_plugin.evaluation.audit.sheet import build_sheet, encode_sheet
 from cdc_plugin.metrics import correct_samples
 
-Write = Callable[..., Path]
-
 
 @pytest.fixture
-def filled(tmp_path) -> Write:
-    """filled(answers, clusters, confidence, selected, images): an audit of the first images with these answers."""
+def filled(tmp_path) -> Callable[..., Path]:
+    """filled(answers, images, cluster, confidence, selected): an audit of the first images with these answers."""
 
-    def write(
-        answers: Sequence[str],
-        clusters: Sequence[int] | None = None,
-        confidence: Sequence[float] | None = None,
-        selected: Sequence[bool] | None = None,
-        images: int = 500,
-    ) -> Path:
-        count = len(answers)
-        columns = {
-            "index": np.array([str(index) for index in range(images)], dtype=object),
-            "cluster": np.resize(np.arange(count) % 3 if clusters is None else clusters, images),
-            "confidence": np.resize(np.full(count, 0.9) if confidence is None else confidence, images),
-        }
-        if selected is not None:
-            columns["selected"] = np.resize(selected, images)
-        table = np.rec.fromarrays(list(columns.values()), names=list(columns))
-        lines = build_sheet(table, np.arange(count), "photos by model")
+    def write(answers: Sequence[str], images: int = 500, **given: Sequence[float]) -> Path:
+        given = {"cluster": [0, 1, 2], "confidence": [0.9], **given}
+        columns = {name: np.resize(values, images) for name, values in given.items()}
+        names = np.array([str(index) for index in range(images)], dtype=object)
+        table = np.rec.fromarrays([names, *columns.values()], names=["index", *columns])
+        lines = build_sheet(table, np.arange(len(answers)), "photos by model")
         for line, answer in zip(lines[1:], answers, strict=True):
             line[3] = answer
         path = tmp_path / "audit.csv"
@@ -45,6 +37,28 @@ def filled(tmp_path) -> Write:
         return path
 
     return write
+
+
+def test_bounds_that_can_be_worked_by_hand():
+    # All of n right: p^n = 0.05 is the one-sided bound; none right: (1 - p)^n = 0.025 is the upper one.
+    assert compute_accuracy_bound(20, 20) == pytest.approx(0.05 ** (1 / 20))
+    assert compute_accuracy_interval(0, 20) == pytest.approx((0.0, 1 - 0.025 ** (1 / 20)))
+    low, high = compute_accuracy_interval(13, 40)
+    assert compute_accuracy_interval(27, 40) == pytest.approx((1 - high, 1 - low))
+    wider_low, wider_high = compute_accuracy_interval(13, 40, certainty=0.99)
+    assert wider_low < low < high < wider_high
+
+
+def test_bins_grow_with_the_answers():
+    assert [choose_bin_count(answered) for answered in (1, 9, 19, 20, 99, 150, 1000)] == [1, 1, 1, 2, 9, 15, 15]
+
+
+def test_chance_gives_the_mean_absolute_deviation_of_a_binomial_and_less_with_more_answers():
+    # One bin of 10 answers at confidence 0.5: E|X / 10 - 0.5| = 0.1230.
+    assert simulate_calibration_error(np.full(10, 0.5), 1) == pytest.approx(0.1230, abs=0.012)
+    few, many = (simulate_calibration_error(np.linspace(0.4, 1, count), 10) for count in (100, 1000))
+    assert 0 < many < few / 2
+    assert simulate_calibration_error(np.ones(50), 5) == 0
 
 
 def test_yes_and_no_in_many_spellings_are_counted(filled):
@@ -79,18 +93,15 @@ def test_calibration_error_worked_by_hand(filled):
     assert 0.05 < result.calibration_error_by_chance < 0.15
 
 
-@pytest.mark.parametrize(
-    ("confidence", "words", "fits"), [(0.9, "consistent", True), (0.99, "too high", False), (0.6, "too low", False)]
-)
-def test_the_stated_confidence_is_judged_by_the_interval(filled, confidence, words, fits):
+@pytest.mark.parametrize(("confidence", "words"), [(0.9, "consistent"), (0.99, "too high"), (0.6, "too low")])
+def test_the_stated_confidence_is_judged_by_the_interval(filled, confidence, words):
     result = read_answers(filled(["y"] * 85 + ["n"] * 15, confidence=[confidence] * 100))
-    assert result.overall.confidence_fits == fits
     assert any(line.startswith(f"stated confidence: {confidence:.1%}") and words in line for line in result.lines())
 
 
 def test_names_of_classes_are_matched_to_clusters(filled):
     answers = ["cat", "Cat ", "dog", "dog", "dog", "cat", "bird", "bird", "dog"]
-    result = read_answers(filled(answers, clusters=[0, 0, 0, 1, 1, 1, 2, 2, 2]))
+    result = read_answers(filled(answers, cluster=[0, 0, 0, 1, 1, 1, 2, 2, 2]))
     assert (result.overall.right, result.overall.answered) == (6, 9)
     assert "3.0 per cluster" in result.notes[0]
 
@@ -107,21 +118,14 @@ def test_matching_by_the_same_answers_overstates_the_accuracy_as_much_as_the_not
     assert 100 * np.mean(excess) == pytest.approx(points, abs=2)
 
 
-def test_digits_are_names_of_classes_where_other_digits_stand_beside_them(filled):
-    result = read_answers(filled(["0", "1", "7", "0", "1", "7"], clusters=[0, 1, 2, 0, 1, 2]))
-    assert result.overall.right == 6
+def test_digits_may_be_names_and_clusters_without_a_name_have_no_right_image(filled):
+    assert read_answers(filled(["0", "1", "7", "0", "1", "7"], cluster=[0, 1, 2])).overall.right == 6
+    assert read_answers(filled(["cat", "dog", "cat"], cluster=[0, 1, 7])).overall.right == 2
 
 
-def test_more_clusters_than_names_leave_clusters_without_a_right_image(filled):
-    assert read_answers(filled(["cat", "dog", "cat"], clusters=[0, 1, 7])).overall.right == 2
-
-
-def test_yes_and_names_together_are_refused(filled):
+def test_yes_and_names_together_and_no_answers_are_refused(filled):
     with pytest.raises(UserError, match=r"mixes yes or no \('yes' for r0-.*with other words \('yse' for r2-"):
         read_answers(filled(["yes", "1", "yse"]))
-
-
-def test_no_answers_are_refused(filled):
     with pytest.raises(UserError, match=r"no answers; open audit\.html"):
         read_answers(filled(["", "?", ""]))
 
@@ -133,20 +137,13 @@ def test_a_few_images_without_an_answer_give_a_second_bound(filled):
     assert result.lines()[-1].endswith(f"at least {compute_accuracy_bound(97, 100):.1%}")
 
 
-def test_many_images_without_an_answer_are_warned_of(filled):
-    notes = read_answers(filled(["y"] * 80 + [""] * 20, confidence=np.linspace(0.2, 1, 100))).notes
-    assert len(notes) == 1
-    assert "left out" in notes[0]
-
-
-def test_unanswered_images_that_are_the_least_sure_are_warned_of(filled):
-    notes = read_answers(filled([""] * 4 + ["y"] * 96, confidence=np.linspace(0.2, 1, 100))).notes
-    assert len(notes) == 1
-    assert "4 of the 4 images" in notes[0]
-
-
-def test_images_of_one_confidence_are_not_the_least_sure(filled):
-    assert read_answers(filled([""] * 4 + ["y"] * 96, confidence=[1.0] * 100)).notes == ()
+def test_many_images_without_an_answer_and_those_that_are_the_least_sure_are_warned_of(filled):
+    rising = np.linspace(0.2, 1, 100)
+    (note,) = read_answers(filled(["y"] * 80 + [""] * 20, confidence=rising)).notes
+    assert "left out" in note
+    (note,) = read_answers(filled([""] * 4 + ["y"] * 96, confidence=rising)).notes
+    assert "4 of the 4 images" in note
+    assert read_answers(filled([""] * 4 + ["y"] * 96, confidence=[1.0])).notes == ()  # none is the least sure
 
 
 def test_rows_that_were_removed_count_as_not_answered(filled):

@@ -39,14 +39,10 @@ def as_text(lines: list[list[str]], **options) -> str:
     return text.getvalue()
 
 
-def test_the_columns_are_these(lines):
+def test_the_columns_are_these_and_images_without_a_path_go_by_their_index(lines):
     assert lines[0] == ["id", "path", "cluster", "answer", "confidence", "selected", "audit"]
-    assert lines[1][1:] == [
-        'ordner, 5/bild ä "5".png', "2", "", "0.800000", "1", "3 of 8 images; photos by model; a",
-    ]  # fmt: skip
-
-
-def test_images_without_a_path_go_by_their_index_and_nothing_need_be_selected():
+    audit = "3 of 8 images; photos by model; a"
+    assert lines[1][1:] == ['ordner, 5/bild ä "5".png', "2", "", "0.800000", "1", audit]
     columns = [np.array(["0", "1"], dtype=object), np.array([0, 1]), np.array([0.5, 0.6])]
     table = np.rec.fromarrays(columns, names=["index", "cluster", "confidence"])
     assert build_sheet(table, np.array([1]), "x")[0] == ["id", "index", "cluster", "answer", "confidence", "audit"]
@@ -81,17 +77,12 @@ def test_spreadsheets_may_choose_separators_line_ends_and_encodings(tmp_path, li
     assert sheet.image_count == 8
 
 
-def test_a_decimal_comma_empty_lines_and_shorter_numbers_are_read(tmp_path, lines):
+def test_a_decimal_comma_empty_lines_shorter_numbers_and_columns_of_ones_own_are_read(tmp_path, lines):
     path = tmp_path / "filled.csv"
     lines[1][4], lines[3][4], lines[0][3] = "0,8", "1", "Answer"
-    path.write_text(as_text([*lines[:2], [], ["", ""], *lines[2:]], delimiter=";"), encoding="utf-8")
+    rows = [[*line, "remark"] for line in lines]
+    path.write_text(as_text([*rows[:2], [], ["", ""], *rows[2:]], delimiter=";"), encoding="utf-8")
     assert [row.confidence for row in read_sheet(path).rows] == [0.8, 0.5, 1.0]
-
-
-def test_columns_of_ones_own_do_no_harm(tmp_path, lines):
-    path = tmp_path / "filled.csv"
-    path.write_text(as_text([[*line, "remark"] for line in lines]), encoding="utf-8")
-    assert len(read_sheet(path).rows) == 3
 
 
 def test_other_files_are_refused_in_one_line(tmp_path):
@@ -126,10 +117,7 @@ def test_edited_rows_are_named(tmp_path, lines, column, value, reason):
     assert "line 2" in message
 
 
-def test_a_row_that_comes_twice_is_refused(tmp_path, lines):
+def test_a_row_that_comes_twice_and_rows_of_two_audits_are_refused(tmp_path, table, lines):
     assert "twice" in refusal(tmp_path / "x.csv", as_text([*lines, lines[1]]))
-
-
-def test_rows_of_two_audits_are_refused(tmp_path, table, lines):
     other = build_sheet(table, np.array([1, 3]), "photos")
     assert "2 audits" in refusal(tmp_path / "x.csv", as_text([*lines, *other[1:]]))

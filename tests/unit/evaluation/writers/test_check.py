@@ -31,57 +31,39 @@ def test_without_a_name_the_ending_tells_the_format(tmp_path, name, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("to", "name", "words"),
     [
-        ("p.json", "--to label-studio or --to fiftyone"),
-        ("p.xml", "--to cvat"),
-        ("p.txt", ".csv or .parquet"),
-        ("p", "found p"),
+        (None, "p.json", "--to label-studio or --to fiftyone"),
+        (None, "p.xml", "--to cvat"),
+        (None, "p.txt", ".csv or .parquet"),
+        (None, "p", "found p"),
+        ("excel", "p.csv", "csv, parquet, folders, label-studio, fiftyone, cvat; found 'excel'"),
+        *((to, "p.doc", "found p.doc") for to in writers.FORMATS if to != "folders"),
+        *(("folders", name, "--out p;") for name in ("p.csv", "p.json")),
+        *((to, f"absent/{name}", "/absent to write") for to, name in [*FILES, ("folders", "sorted")]),
     ],
 )
-def test_an_ending_that_does_not_tell_asks_for_the_format(tmp_path, name, words):
-    assert words in refusal(None, tmp_path / name)
-
-
-def test_an_unknown_format_is_answered_with_the_known_ones(tmp_path):
-    assert "csv, parquet, folders, label-studio, fiftyone, cvat; found 'excel'" in refusal("excel", tmp_path / "p.csv")
-
-
-@pytest.mark.parametrize("to", [to for to in writers.FORMATS if to != "folders"])
-def test_the_wrong_ending_is_refused(tmp_path, to):
-    assert "found p.doc" in refusal(to, tmp_path / "p.doc")
-
-
-@pytest.mark.parametrize("name", ["p.csv", "p.json"])
-def test_folders_do_not_take_the_name_of_a_file(tmp_path, name):
-    assert "--out p;" in refusal("folders", tmp_path / name)
-
-
-@pytest.mark.parametrize(("to", "name"), [*FILES, ("folders", "sorted")])
-def test_a_missing_parent_folder_is_named(tmp_path, to, name):
-    assert str(tmp_path / "absent") in refusal(to, tmp_path / "absent" / name)
-
-
-@pytest.mark.parametrize(("to", "name"), FILES)
-def test_an_existing_file_needs_overwrite(tmp_path, to, name):
-    (tmp_path / name).write_text("mine")
-    assert "--overwrite" in refusal(to, tmp_path / name)
-    assert writers.choose_format(to, tmp_path / name, overwrite=True) == to
-    assert (tmp_path / name).read_text() == "mine"
+def test_endings_formats_and_places_that_will_not_do_are_refused(tmp_path, to, name, words):
+    assert words in refusal(to, tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("to", "out", "other"),
+    ("to", "out", "present"),
     [
-        ("label-studio", "p.json", "p.xml"),
+        *((to, name, name) for to, name in FILES),
+        ("label-studio", "p.json", "p.xml"),  # is written beside it
         ("cvat", "p.csv", "p.xml"),
         ("cvat", "p.xml", "p.csv"),
         ("cvat", "p.xml", "p.labels.json"),
     ],
 )
-def test_a_file_that_is_written_beside_counts_as_well(tmp_path, to, out, other):
-    (tmp_path / other).write_text("mine")
-    assert other in refusal(to, tmp_path / out)
+def test_an_existing_file_needs_overwrite(tmp_path, to, out, present):
+    (tmp_path / present).write_text("mine")
+    message = refusal(to, tmp_path / out)
+    assert f"{present} already exists" in message
+    assert "--overwrite" in message
+    assert writers.choose_format(to, tmp_path / out, overwrite=True) == to
+    assert (tmp_path / present).read_text() == "mine"
 
 
 @pytest.mark.parametrize(("to", "name"), FILES)

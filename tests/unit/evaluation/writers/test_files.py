@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from cdc_plugin.evaluation import writers
-from cdc_plugin.evaluation.writers.names import escape_name, name_clusters
+from cdc_plugin.evaluation.writers.files import escape_name, name_clusters
 
-BAD = os.fsdecode(b"bad\xff.png")
+# The columns of the fifth row beside cluster and confidence; true and false are equal to 1 and 0.
+OTHERS = {"clustering_confidence": 0.5, "second_cluster": 4, "second_confidence": 0.1, "distance": 9.5}
+OTHERS |= {"outlier": 1, "selected": 0}
 
 
 def rows_of(file):
@@ -32,30 +34,16 @@ def test_parquet_has_proper_types_and_the_same_values(tmp_path, images, table):
     parquet = pytest.importorskip("pyarrow.parquet")
     writers.write("parquet", tmp_path / "p.parquet", [table], images)
     found = parquet.read_table(tmp_path / "p.parquet")
-    types = {field.name: str(field.type) for field in found.schema}
-    assert types == {
-        "path": "string",
-        "cluster": "int32",
-        "confidence": "float",
-        "clustering_confidence": "float",
-        "second_cluster": "int32",
-        "second_confidence": "float",
-        "distance": "float",
-        "outlier": "bool",
-        "selected": "bool",
-    }
+    types = ["string", "int32", "float", "float", "int32", "float", "float", "bool", "bool"]
+    assert [str(field.type) for field in found.schema] == types
     for name in table.dtype.names:
         np.testing.assert_array_equal(found[name].to_numpy(), table[name])
 
 
-def test_parquet_writes_bytes_that_are_no_text_as_escapes(tmp_path, images, odd_table):
+def test_parquet_escapes_bytes_that_are_no_text_and_has_a_number_for_index(tmp_path, images, odd_table):
     parquet = pytest.importorskip("pyarrow.parquet")
     writers.write("parquet", tmp_path / "p.parquet", [odd_table], images)
     assert parquet.read_table(tmp_path / "p.parquet")["path"].to_pylist()[:2] == ["bad\\xff.png", "control\x01.png"]
-
-
-def test_parquet_of_an_array_has_a_number_for_index(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
     table = np.rec.fromarrays(
         [np.array(["0", "7"], dtype=object), np.array([1, 0]), np.array([0.5, 1], dtype=np.float32)],
         names=["index", "cluster", "confidence"],
@@ -77,39 +65,21 @@ def test_label_studio_tasks_carry_prediction_score_and_columns(tmp_path, images,
     assert first["predictions"][0]["result"] == [
         {"from_name": "cluster", "to_name": "image", "type": "choices", "value": {"choices": ["cluster 03"]}}
     ]
-    assert tasks[4]["data"] | {"image": "", "path": ""} == {
-        "image": "",
-        "path": "",
-        "cluster": 11,
-        "confidence": 0.5,
-        "clustering_confidence": 0.5,
-        "second_cluster": 4,
-        "second_confidence": 0.1,
-        "distance": 9.5,
-        "outlier": 1,
-        "selected": 0,
-    }
+    own = {"image": "", "path": "", "cluster": 11, "confidence": 0.5}
+    assert tasks[4]["data"] | {"image": "", "path": ""} == own | OTHERS
     assert tasks[6]["data"]["distance"] is None  # JSON has no NaN
 
 
-def test_label_studio_urls_lead_to_the_images(tmp_path, images, table):
+def test_label_studio_urls_lead_to_the_images_and_the_interface_names_every_choice(tmp_path, images, table):
     writers.write("label-studio", tmp_path / "p.json", [table], images)
     for task in json.loads((tmp_path / "p.json").read_text("utf-8")):
         url = urlsplit(task["data"]["image"])
         assert url.path == "/data/local-files/"
         assert (images.parent / parse_qs(url.query)["d"][0]).is_file()  # below the document root
-
-
-def test_label_studio_interface_names_every_choice_that_is_predicted(tmp_path, images, table):
-    writers.write("label-studio", tmp_path / "p.json", [table], images)
     view = ElementTree.parse(tmp_path / "p.xml").getroot()
-    choices = view.find("Choices")
-    assert view.find("Image").attrib["value"] == "$image"
-    assert (choices.attrib["name"], choices.attrib["toName"], view.find("Image").attrib["name"]) == (
-        "cluster",
-        "image",
-        "image",
-    )
+    choices, image = view.find("Choices"), view.find("Image").attrib
+    assert (image["name"], image["value"]) == ("image", "$image")
+    assert (choices.attrib["name"], choices.attrib["toName"]) == ("cluster", "image")
     assert [choice.attrib["value"] for choice in choices] == name_clusters(table)
 
 
@@ -122,14 +92,9 @@ def test_fiftyone_labels_are_keyed_by_the_path_of_the_image(tmp_path, images, ta
     label = content["labels"][str(images / "sub/100%#?+ $image.png")]
     assert content["classes"][label["label"]] == "cluster 11"
     assert label["confidence"] == 0.5
-    assert label["attributes"] == {
-        "clustering_confidence": 0.5,
-        "second_cluster": 4,
-        "second_confidence": 0.1,
-        "distance": 9.5,
-        "outlier": True,
-        "selected": False,
-    }
+    assert label["attributes"] == OTHERS
+    assert (label["attributes"]["outlier"], label["attributes"]["selected"]) == (True, False)
+    assert type(label["attributes"]["outlier"]) is bool
 
 
 @pytest.mark.parametrize("to", ["label-studio", "fiftyone"])
@@ -138,22 +103,19 @@ def test_json_is_valid_unicode_whatever_the_names(tmp_path, images, odd_table, t
     text = (tmp_path / "p.json").read_bytes().decode("utf-8")
     assert "bad\\\\xff.png" in text
     assert len(json.loads(text) if to == "label-studio" else json.loads(text)["labels"]) == 7
-
-
-def test_label_studio_url_keeps_the_bytes_of_a_name_that_is_no_text(tmp_path, images, odd_table):
-    writers.write("label-studio", tmp_path / "p.json", [odd_table], images)
-    assert json.loads((tmp_path / "p.json").read_text("utf-8"))[0]["data"]["image"].endswith("/bad%FF.png")
+    if to == "label-studio":  # its URL keeps the bytes
+        assert json.loads(text)[0]["data"]["image"].endswith("/bad%FF.png")
 
 
 @pytest.mark.parametrize("out", ["p.xml", "p.csv"])
-def test_cvat_gets_xml_csv_and_labels_whichever_is_named(tmp_path, images, table, out):
+def test_cvat_gets_one_tag_an_image_and_a_table_of_categories_whichever_is_named(tmp_path, images, table, out):
     written = writers.write("cvat", tmp_path / out, [table], images)
     assert [file.name for file in written] == ["p.xml", "p.csv", "p.labels.json"]
-    assert all(file.is_file() for file in written)
-
-
-def test_cvat_xml_has_one_tag_an_image(tmp_path, images, table):
-    writers.write("cvat", tmp_path / "p.xml", [table], images)
+    rows = rows_of(tmp_path / "p.csv")
+    assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
+    assert [row["file_name"] for row in rows] == table.path.tolist()
+    assert (rows[4]["category_id"], rows[4]["category_name"], rows[4]["score"]) == ("11", "cluster 11", "0.5")
+    assert (rows[4]["outlier"], rows[4]["selected"]) == ("1", "0")
     root = ElementTree.parse(tmp_path / "p.xml").getroot()
     assert (root.tag, root.findtext("version")) == ("annotations", "1.1")
     found = root.findall("image")
@@ -172,15 +134,6 @@ def test_cvat_labels_declare_what_the_xml_uses(tmp_path, images, plain_table):
     used = {(tag.attrib["label"], each.attrib["name"]) for tag in root.iter("tag") for each in tag}
     assert used <= declared
     assert {name for _, name in declared} == {"confidence", "second_cluster"}
-
-
-def test_cvat_csv_is_a_table_of_categories(tmp_path, images, table):
-    writers.write("cvat", tmp_path / "p.csv", [table], images)
-    rows = rows_of(tmp_path / "p.csv")
-    assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
-    assert [row["file_name"] for row in rows] == table.path.tolist()
-    assert (rows[4]["category_id"], rows[4]["category_name"], rows[4]["score"]) == ("11", "cluster 11", "0.5")
-    assert (rows[4]["outlier"], rows[4]["selected"]) == ("1", "0")
 
 
 def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, images, odd_table, caplog):
@@ -208,4 +161,4 @@ def test_cluster_names_sort_as_numbers(table):
 def test_valid_names_stay_as_they_are_and_invalid_ones_stay_apart():
     for name in ("plain.png", "Ä 日本.png", "\U0001f600.png"):
         assert escape_name(name) == name
-    assert escape_name(BAD) != escape_name(os.fsdecode(b"bad\xfe.png"))
+    assert escape_name(os.fsdecode(b"bad\xff.png")) != escape_name(os.fsdecode(b"bad\xfe.png"))
