@@ -17,7 +17,7 @@ import torch
 
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet, describe_source, open_images, storage_size
 from cdc_plugin.errors import ConfigError, DataError, option
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
@@ -33,8 +33,8 @@ from cdc_plugin.evaluation.outputs import (
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, compute_outlier_columns, write_table
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record, trusted_samples
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.report.models_page import compared_model, comparison_facts, comparison_title, write_comparison
-from cdc_plugin.report.run_page import page_of_evaluation, write_page
+from cdc_plugin.report.models_page import render_comparison
+from cdc_plugin.report.run_page import collect_page, render_page
 from cdc_plugin.training.progress import log, show_progress
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, evaluation_folder
 from cdc_plugin.training.runtime import choose_device
@@ -131,8 +131,7 @@ def compare(
             "models": metrics,
         }
         _write_json(folder / REPORT, record)
-        columns = [compared_model(figures) for figures in metrics]
-        write_comparison(folder / PAGE, comparison_title(metrics), comparison_facts(metrics), columns)
+        write_text(folder / PAGE, render_comparison(metrics))
         return reports
 
 
@@ -179,7 +178,7 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, outputs.features)
     table = build_prediction_table(images.names, outputs.clustering, outputs.calibration, columns)
-    page = page_of_evaluation(
+    page = collect_page(
         metrics,
         table,
         outputs.calibration,
@@ -191,7 +190,7 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
     folder.mkdir(exist_ok=True)
     write_table(folder / PREDICTIONS, table)
     _write_json(folder / REPORT, metrics)
-    write_page(folder / PAGE, page)
+    write_text(folder / PAGE, render_page(page))
     return Report(metrics, table, folder)
 
 
@@ -259,5 +258,4 @@ def _command(evaluated: EvaluatedModel, task: Task) -> str | None:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(file, json.dumps(content, indent=2) + "\n")

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import Evidence, assess, predict_augmented, snapshot_rows
 from cdc_plugin.evaluation.report_record import Report, describe_run, measure, run_record, trusted_samples
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.report.run_page import page_of_run, write_page
+from cdc_plugin.report.run_page import collect_page, render_page
 from cdc_plugin.training.batches import training_views
 from cdc_plugin.training.collapse import as_warnings, detect
 from cdc_plugin.training.features import Features, head_probabilities, kmeans_of_all, private_features
@@ -82,10 +82,10 @@ def finish_run(run: Run, seconds: float, tracking: Tracking) -> Report:
     if runtime.distributed.main:
         model.save(folder, describe_origin(run, card))
         write_table(folder / PREDICTIONS, table)
-        text = json.dumps(metrics, indent=2) + "\n"
-        write_atomically(folder / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
+        write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
         about = describe_run(settings, folder)
-        write_page(folder / PAGE, page_of_run(metrics, table, calibration, images, run.history, **about))
+        page = collect_page(metrics, table, calibration, images, history=run.history, **about)
+        write_text(folder / PAGE, render_page(page))
         tracking.finish(metrics)
         log.info("finished in %.0f s: %s", seconds, folder)
     return Report(metrics, table, folder)
