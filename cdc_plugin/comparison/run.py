@@ -117,7 +117,10 @@ def write_results(
     """Write tables and page of all finished cells."""
     records = [record for cell in grid.cells() if (record := read_record(cell)) is not None]
     rows = collect(records, [method.name for method in grid.methods])
-    verdicts = judge_rows(rows)
+    judged = judge_rows(rows)
+    verdicts = [
+        f"{name}: {said}" if len(judged) > 1 else said for name, all_said in judged.items() for said in all_said
+    ]
     shown = list(columns) or None
     text = {
         "table.csv": to_csv(rows),
@@ -138,7 +141,7 @@ def write_results(
     ]
     heading = title or f"{len(grid.methods)} methods on {names}"
     settings = (grid.folder / COMPARISON).read_text(encoding="utf-8")
-    write_text(grid.folder / PAGE, render_grid(heading, facts, rows, verdicts, settings, command))
+    write_text(grid.folder / PAGE, render_grid(heading, facts, rows, judged, settings, command))
     return MethodComparison(rows, verdicts, failures, grid.folder)
 
 

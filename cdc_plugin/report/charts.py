@@ -52,27 +52,23 @@ def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
         for index, (stated, right) in enumerate(zip(bins["confidence"], bins["accuracy"], strict=True))
         if known(stated) and known(right)
     ]
-    averages = [
-        line(upper.x(confidence), upper.top, upper.x(confidence), upper.bottom, "mean-confidence"),
-        line(upper.x(accuracy), upper.top, upper.x(accuracy), upper.bottom, "mean-accuracy"),
-        line(lower.x(confidence), lower.top, lower.x(confidence), lower.bottom, "mean-confidence"),
-        line(lower.left, lower.y(accuracy), lower.right, lower.y(accuracy), "mean-accuracy"),
-    ]
+    ece = percent(figures.get("ECE"))
     drawn = [
         _density(upper, bins["count"]),
         lower.y_axis(TENTHS),
         *gaps,
         line(lower.left, lower.bottom, lower.right, lower.top, "diagonal"),
-        *averages,
+        line(upper.x(confidence), upper.top, upper.x(confidence), upper.bottom, "mean-confidence"),
+        line(upper.x(accuracy), upper.top, upper.x(accuracy), upper.bottom, "mean-accuracy"),
+        line(lower.x(confidence), lower.top, lower.x(confidence), lower.bottom, "mean-confidence"),
+        line(lower.left, lower.y(accuracy), lower.right, lower.y(accuracy), "mean-accuracy"),
         lower.x_axis(TENTHS, "confidence in %"),
-        _vertical_name(12, lower.top + lower.height / 2, "accuracy in %"),
+        lower.name_y_axis("accuracy in %"),
         rectangle(plate, upper.top + 2, 92, 22, "plate"),
-        text(plate + 46, upper.top + 17, f"ECE {percent(figures.get('ECE'))}", "middle", "strong"),
+        text(plate + 46, upper.top + 17, f"ECE {ece}", "middle", "strong"),
     ]
-    description = (
-        f"Mean confidence {percent(confidence)}, accuracy {percent(accuracy)}, expected calibration error "
-        f"{percent(figures.get('ECE'))}."
-    )
+    stated = f"Mean confidence {percent(confidence)}"
+    description = f"{stated}, accuracy {percent(accuracy)}, expected calibration error {ece}."
     return chart(WIDTH, lower.bottom + 38, f"Reliability diagram: {title}", description, *drawn)
 
 
@@ -106,7 +102,7 @@ def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
         *bars,
         line(frame.left, frame.y(0), frame.right, frame.y(0), "axis"),
         frame.x_axis(TENTHS, "confidence in %"),
-        _vertical_name(12, frame.top + frame.height / 2, "% of each group"),
+        frame.name_y_axis("% of each group"),
         text(frame.left + 8, frame.top + 16, f"right: {int(right.sum()):,}", class_="strong"),
         text(frame.left + 8, frame.bottom - 8, f"wrong: {int(wrong.sum()):,}", class_="strong"),
     ]
@@ -135,7 +131,7 @@ def caution_chart(confidence: NDArray[np.floating], measured: Points | None) -> 
         line(frame.left, frame.y(TARGET), frame.right, frame.y(TARGET), "target"),
         *(frame.curve(points, name) for name, points in curves),
         frame.x_axis(TENTHS, "share of images used, surest first, in %"),
-        _vertical_name(12, frame.top + frame.height / 2, "accuracy in %"),
+        frame.name_y_axis("accuracy in %"),
     ]
     description = "; ".join(f"{name} over all images: {percent(points[-1][1])}" for name, points in curves)
     return chart(WIDTH, 220, "Accuracy among the surest images", description, *drawn)
@@ -162,7 +158,7 @@ def _density(frame: Frame, counts: list[int]) -> Markup:
         if share
     ]
     ticks = [(value, f"{100 * value:.3g}") for value in (0.0, top / 2, top)]
-    name = _vertical_name(12, frame.top + frame.height / 2, "% of images")
+    name = frame.name_y_axis("% of images")
     return join(frame.y_axis(ticks), *bars, line(frame.left, frame.bottom, frame.right, frame.bottom, "axis"), name)
 
 
@@ -178,11 +174,6 @@ def _bar(frame: Frame, index: int, bins: int, top: float, bottom: float, class_:
 
 def _bin_words(index: int, bins: int) -> str:
     return f"confidence {100 * index / bins:.0f} to {100 * (index + 1) / bins:.0f} %"
-
-
-def _vertical_name(x: float, y: float, words: str) -> Markup:
-    turned = Markup('<g transform="translate({:.1f} {:.1f}) rotate(-90)">{}</g>')
-    return turned.format(x, y, text(0, 0, words, "middle", "name"))
 
 
 def cluster_chart(clusters: Sequence[ClusterFigures]) -> Markup:
@@ -301,15 +292,8 @@ def join(*parts: Any) -> Markup:
 
 def chart(width: float, height: float, title: str, description: str, *children: Any) -> Markup:
     """Return a drawing that scales with its column; title and description are for those who cannot see it."""
-    return tag(
-        "svg",
-        tag("title", title),
-        tag("desc", description),
-        *children,
-        class_="chart",
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-    )
+    box = f"0 0 {width:g} {height:g}"
+    return tag("svg", tag("title", title), tag("desc", description), *children, class_="chart", viewBox=box, role="img")
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
@@ -374,6 +358,11 @@ class Frame:
             y = self.y(value)
             drawn += [line(self.left, y, self.right, y, "grid"), text(self.left - 6, y + 4, label, "end")]
         return join(*drawn)
+
+    def name_y_axis(self, words: str) -> Markup:
+        """Return what the y axis counts, written upwards at the left edge of the drawing."""
+        turned = Markup('<g transform="translate(12.0 {:.1f}) rotate(-90)">{}</g>')
+        return turned.format(self.top + self.height / 2, text(0, 0, words, "middle", "name"))
 
     def x_axis(self, ticks: list[tuple[float, str]], name: str) -> Markup:
         """Return the lower edge with its labels, and what it counts."""

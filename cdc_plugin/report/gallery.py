@@ -157,11 +157,7 @@ def cluster_cards(page: PageData, clusters: Sequence[ClusterFigures], budget: in
 
 
 def confused_pairs(page: PageData, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
-    """Return pairs of clusters by the number of images expected in the wrong one of the two, most first.
-
-    That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Pairs below one
-    image or below 1 % of the images of both clusters are left out.
-    """
+    """Return pairs of clusters with many images that are expected in the wrong one of the two, most first."""
     cluster, probs = page.table["cluster"], page.probs
     sizes = np.bincount(cluster, minlength=probs.shape[1])
     pairs = rank_pairs(confusion(cluster, probs), sizes, limit)
@@ -203,42 +199,32 @@ def look_first(page: PageData, limit: int = 48, budget: int = BUDGET) -> list[tu
 def find_reasons(page: PageData) -> list[Reason]:
     """Return the reasons: outliers, images torn between two clusters, those that calibration doubts, the least sure."""
     table = page.table
-    cluster, confidence = table["cluster"], table["confidence"]
+    cluster, confidence, before = table["cluster"], table["confidence"], table["clustering_confidence"]
     second, second_confidence = table["second_cluster"], _second_confidence(page)
-    before = table["clustering_confidence"]
-    drop = before - confidence
     outlier, distance = _column(page, "outlier"), _column(page, "distance")
-    outside = np.zeros(len(table), dtype=bool) if outlier is None else outlier.astype(bool)
+    nothing = np.zeros(len(table))
+
+    def say_torn(index: int) -> str:
+        own = f"cluster {cluster[index]} ({_chance(confidence[index])})"
+        return f"torn between {own} and cluster {second[index]} ({_chance(second_confidence[index])})"
+
+    def say_dropped(index: int) -> str:
+        remaining = _chance(confidence[index])
+        return f"the clustering head is {_chance(before[index])} sure, after calibration {remaining} remain"
+
+    def say_unsure(index: int) -> str:
+        following = f"cluster {second[index]} comes next with {_chance(second_confidence[index])}"
+        return f"among the least sure of cluster {cluster[index]}; {following}"
+
     return [
         Reason(
-            np.flatnonzero(outside),
-            np.zeros(len(table)) if distance is None else distance,
+            np.flatnonzero(nothing if outlier is None else outlier),
+            nothing if distance is None else distance,
             lambda index: "far from what is typical of any cluster",
         ),
-        Reason(
-            np.flatnonzero(second_confidence >= TORN),
-            second_confidence - confidence,
-            lambda index: (
-                f"torn between cluster {cluster[index]} ({_chance(confidence[index])}) "
-                f"and cluster {second[index]} ({_chance(second_confidence[index])})"
-            ),
-        ),
-        Reason(
-            np.flatnonzero(drop >= DROP),
-            drop,
-            lambda index: (
-                f"the clustering head is {_chance(before[index])} sure, "
-                f"after calibration {_chance(confidence[index])} remain"
-            ),
-        ),
-        Reason(
-            np.flatnonzero(confidence < UNSURE),
-            -confidence,
-            lambda index: (
-                f"among the least sure of cluster {cluster[index]}; "
-                f"cluster {second[index]} comes next with {_chance(second_confidence[index])}"
-            ),
-        ),
+        Reason(np.flatnonzero(second_confidence >= TORN), second_confidence - confidence, say_torn),
+        Reason(np.flatnonzero(before - confidence >= DROP), before - confidence, say_dropped),
+        Reason(np.flatnonzero(confidence < UNSURE), -confidence, say_unsure),
     ]
 
 
@@ -312,8 +298,9 @@ def confusion(cluster: Integers, probs: NDArray[np.float32]) -> NDArray[np.float
 def rank_pairs(expected: NDArray[np.float64], sizes: Integers, limit: int) -> list[tuple[int, int, float]]:
     """Return pairs of clusters (first < second) and how many images are expected to be in the wrong one of the two.
 
-    Most images first. A pair is left out below one image, and below 1 % of the images of both clusters: every
-    softmax gives a little to every cluster.
+    That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Most images come
+    first. A pair is left out below one image, and below 1 % of the images of both clusters: every softmax gives a
+    little to every cluster.
 
     Args:
         expected: (C, C) of `confusion`.
@@ -405,7 +392,9 @@ def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
     while True:
         small = image.copy()
         small.thumbnail((side, side), Image.Resampling.BILINEAR, reducing_gap=2.0)
-        small = _without_colour_if_grey(small)
+        colours = np.asarray(small)
+        if (colours == colours[:, :, :1]).all():
+            small = small.convert("L")
         for quality in QUALITIES:
             data = _jpeg(small, quality)
             if len(data) <= size.most_bytes:
@@ -437,11 +426,6 @@ def fingerprint(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     image = Image.fromarray(np.ascontiguousarray(pixels))
     fields = image.resize((FINGERPRINT_SIDE, FINGERPRINT_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     return np.asarray(fields.convert("L"), dtype=np.float32).ravel()
-
-
-def _without_colour_if_grey(image: Image.Image) -> Image.Image:
-    pixels = np.asarray(image)
-    return Image.fromarray(pixels[:, :, 0].copy()) if (pixels == pixels[:, :, :1]).all() else image
 
 
 def _jpeg(image: Image.Image, quality: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -74,16 +74,23 @@ def render_grid(
     title: str,
     facts: list[tuple[str, str]],
     rows: Sequence[Row],
-    verdicts: Sequence[str],
+    verdicts: Mapping[str, Sequence[str]],
     settings: str | None,
     command: str | None,
 ) -> str:
-    """Return the page as text. Everything that comes from names, paths and settings is escaped."""
+    """Return the page as text. Everything that comes from names, paths and settings is escaped.
+
+    Args:
+        verdicts: sentences on every set.
+    """
     fewer = len({row.seeds for row in rows}) > 1
     sets = [_build_part(name, members, fewer) for name, members in by_set(rows).items()]
     values: dict[str, Any] = {
         "headline": _headline(rows),
-        "verdicts": _group_by_set(verdicts, list(by_set(rows))),
+        "verdicts": [
+            (shorten(name, 80) if len(verdicts) > 1 else "", [_unbroken(sentence) for sentence in sentences])
+            for name, sentences in verdicts.items()
+        ],
         "sets": sets,
         "several_seeds": any(row.seeds > 1 for row in rows),
         "uses_labels": any(row.uses_labels for row in rows),
@@ -130,18 +137,6 @@ def _headline(rows: Sequence[Row]) -> str:
         return "No run is finished yet."
     methods, sets = len({row.method for row in rows}), len(by_set(rows))
     return f"{count(methods, 'method')} on {count(sets, 'set')} of images, {seeds_words(rows)} each."
-
-
-def _group_by_set(verdicts: Sequence[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return sentences that follow each other and begin with the name of the same set, below that name."""
-    named = [(next((name for name in names if verdict.startswith(f"{name}: ")), ""), verdict) for verdict in verdicts]
-    return [
-        (
-            shorten(name, 80),
-            [_unbroken(verdict.removeprefix(f"{name}: ") if name else verdict) for _, verdict in members],
-        )
-        for name, members in groupby(named, key=lambda pair: pair[0])
-    ]
 
 
 def _unbroken(sentence: str) -> str:

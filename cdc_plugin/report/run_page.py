@@ -152,7 +152,7 @@ def render_page(page: PageData) -> str:
     values: dict[str, Any] = {
         "measured_with_labels": labels is not None,
         "headline": headline(confidence, int(accepted.sum())),
-        "headline_note": _explain_headline(accepted, correct),
+        "measured": _check_promise(accepted, correct),
         "warnings": warnings(page.label_free),
         "quality": quality_figures(page.label_free),
         "table": before_after_table(page.rows),
@@ -275,20 +275,16 @@ def _templates() -> Environment:
     return templates
 
 
-def _explain_headline(accepted: NDArray[np.bool_], correct: NDArray[np.bool_] | None) -> str:
-    """Return what "expected" means, and what labels say if there are any."""
-    note = (
-        "Expected accuracy is the mean of the model’s own confidence: a promise, for which no label is used. The "
-        f"images counted are the largest set, surest first, whose mean reaches {percent(TARGET, 0)}."
-    )
+def _check_promise(accepted: NDArray[np.bool_], correct: NDArray[np.bool_] | None) -> str | None:
+    """Return how many of all and of the accepted images are right; None without labels."""
     if correct is None:
-        return note
+        return None
     measured = f"{percent(float(correct.mean()))} of all images are right"
     if accepted.any() and not accepted.all():
         measured += f", and {percent(float(correct[accepted].mean()))} of those {int(accepted.sum()):,}"
     if accepted.any() and correct[accepted].mean() < TARGET - NOTABLE:
         measured += "; the promise is not kept"
-    return f"{note} Measured with the labels of this data: {measured}."
+    return measured
 
 
 def draw_diagrams(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing]:
