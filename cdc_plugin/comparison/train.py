@@ -12,16 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.cc import train_cc
+from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask
 from cdc_plugin.comparison.baselines.scan import train_scan, train_self_label
 from cdc_plugin.comparison.baselines.secu import train_secu, train_secu_size
 from cdc_plugin.comparison.baselines.spice import train_spice
-from cdc_plugin.comparison.baselines.task import BaselineSettings, BaselineTask
-from cdc_plugin.comparison.supervised import (
-    calibrate_by_temperature,
-    split_labelled,
-    train_linear,
-    train_supervised,
-)
+from cdc_plugin.comparison.supervised import calibrate_by_temperature, split_labelled, train_linear, train_supervised
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.random_streams import FINAL, INITIALISATION, generator
 from cdc_plugin.data.images import ImageSet

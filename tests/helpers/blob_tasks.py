@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import BaselineSettings, BaselineTask, MakeView
+from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask, MakeView
 
 CLUSTERS, EACH, SIZE, FEATURES = 3, 40, 6, 8
 

@@ -9,7 +9,7 @@ from scipy.optimize import minimize_scalar
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import BaselineTask
+from cdc_plugin.comparison.baselines.loop import BaselineTask
 from cdc_plugin.comparison.supervised import (
     LARGEST,
     SMALLEST,

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import BaselineOptimizer, compute_features, train_epochs
-from cdc_plugin.comparison.baselines.task import BaselineSettings, BaselineTask
+from cdc_plugin.comparison.baselines.loop import (
+    BaselineOptimizer,
+    BaselineSettings,
+    BaselineTask,
+    compute_features,
+    train_epochs,
+)
 from cdc_plugin.core.random_streams import fork_rng
 from cdc_plugin.errors import ConfigError
 from cdc_plugin.models.heads import LayeredHead

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines import scan
+from cdc_plugin.comparison.baselines.loop import BaselineTask
 from cdc_plugin.comparison.baselines.scan import (
     balanced_cross_entropy,
     consistency_loss,
@@ -17,7 +18,6 @@ from cdc_plugin.comparison.baselines.scan import (
     train_scan,
     train_self_label,
 )
-from cdc_plugin.comparison.baselines.task import BaselineTask
 from cdc_plugin.core.agreement import nearest_neighbours
 from cdc_plugin.models.heads import LayeredHead
 from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predict, purity

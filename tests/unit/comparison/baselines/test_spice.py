@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines import spice
+from cdc_plugin.comparison.baselines.loop import MakeView
 from cdc_plugin.comparison.baselines.spice import double_softmax_loss, label_by_prototypes, train_spice
-from cdc_plugin.comparison.baselines.task import MakeView
 from cdc_plugin.errors import ConfigError
 from tests.helpers.blob_tasks import SIZE, blob_task, linear_backbone
 
