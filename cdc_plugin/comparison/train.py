@@ -74,10 +74,8 @@ def train_cdc(setup: TrainingSetup) -> Outcome:
     heads = setup.start or _initialise_heads(setup)
     trained = nn.Identity() if config.freeze_backbone else setup.backbone
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, runtime, count)
-    if setup.views is not None:
-        make = cached_views(setup.views, setup.device)
-    else:
-        make = fresh_views(config, setup.backbone, setup.images, runtime)
+    fresh = fresh_views(config, setup.backbone, setup.images, runtime)
+    make = fresh if setup.views is None else cached_views(setup.views, setup.device)
     refiner.fit(make_batches(make, count, config.batch_size, config.seed), lambda stats: None, setup.after_epoch)
     return Outcome((refiner.networks.clustering_head, refiner.networks.calibration_head))
 
