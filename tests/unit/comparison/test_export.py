@@ -62,12 +62,11 @@ def test_the_csv_of_records_has_a_line_for_every_head_of_every_seed_with_all_num
         "group": "CDC",
         "uses_labels": False,
         "labels": True,
-        "images": 4,
-        "clusters": 3,
+        "settings": {"epochs": 3},
     }
     outside = [{"data": "x.npz", "images": 9, "scores": {"AUROC": 0.7, "FPR95": 0.2, "AUPR": 0.6}}]
     rows = [{"label": "A", "figures": figures, "outside": outside}, {"label": "B", "figures": figures}]
-    cells = [{**facts, "settings": {"epochs": 3}, "seed": seed, "rows": rows} for seed in (0, 1)]
+    cells = [{**facts, "seed": seed, "images": 4, "clusters": 3, "rows": rows} for seed in (0, 1)]
     lines = read(records_csv(cells))
     assert [(line["label"], line["seed"]) for line in lines] == [("A", "0"), ("B", "0"), ("A", "1"), ("B", "1")]
     first = lines[0]
