@@ -52,7 +52,8 @@ def read_table_recipe(name: str, full: bool) -> TableRecipe:
             raise ConfigError(f"recipe {path}: unknown key '{key}'; {hint}")
         if not isinstance(value, kind):
             raise ConfigError(f"recipe {path}: {key} takes {words}")
-    return TableRecipe(**{key: tuple(map(str, v)) if isinstance(v, list) else v for key, v in content.items()})
+        content[key] = tuple(str(item) for item in content[key]) if kind is list else value
+    return TableRecipe(**content)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ LARGEST_SIDE, SMALLEST_SIDE = 96, 32
 QUALITIES = (85, 70, 50, 30)
 HEADER_BYTES, BYTES_PER_PIXEL = 350, 0.37  # of photographs as JPEG of the first quality
 FINGERPRINT_SIDE = 8
+GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,8 @@ def choose_examples(
         fingerprint: of an image, by index; typical images whose fingerprints agree are near-duplicates, and further
             ones are taken only where there is nothing else.
     """
-    ties = spread(len(cluster)) if distance is None else distance
+    # Steps of the golden ratio jump all over the data, so that equals do not all come from its beginning.
+    ties = np.arange(len(cluster)) * GOLDEN_RATIO % 1.0 if distance is None else distance
     typical = _by_cluster(np.lexsort((ties, -np.round(confidence, TIE), cluster)), cluster, clusters)
     by_margin, by_confidence = np.lexsort((confidence - second_confidence, cluster)), np.lexsort((confidence, cluster))
     borderline = _by_cluster(by_margin[second_confidence[by_margin] >= LEAST_SECOND], cluster, clusters)
@@ -344,11 +346,6 @@ def take_turns(orders: Sequence[Iterable[int]], limit: int, each: int) -> list[l
             if found is None or len(chosen[turn]) == each:
                 open_orders.remove(turn)
     return chosen
-
-
-def spread(count: int) -> Reals:
-    """Return (count,) keys whose order jumps all over the data, so that equals do not all come from its beginning."""
-    return np.arange(count) * 0.6180339887498949 % 1.0
 
 
 def _by_cluster(order: Integers, cluster: Integers, clusters: int) -> list[Integers]:

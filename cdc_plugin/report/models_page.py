@@ -14,13 +14,14 @@ from cdc_plugin.report.words import (
     quality_figures,
     shorten,
     side_by_side_table,
-    warnings,
+    split_warnings,
 )
 
 
 def render_comparison(metrics: list[dict[str, Any]]) -> str:
     """Return the page as text, from the content of every model's own report.json."""
     first, names = metrics[0], [each["model"]["name"] for each in metrics]
+    title = f"{Path(first['data']).name}: {', '.join(names)}"
     labels = f"{first['classes']} classes, for this report only" if first["labels"] else "none"
     facts = [
         ("images", f"{first['images']:,} from {first['data']}"),
@@ -38,9 +39,11 @@ def render_comparison(metrics: list[dict[str, Any]]) -> str:
         "measured_with_labels": any(known(figures.get("ACC")) for _, figures in diagrams),
         "table": side_by_side_table(list(zip(names, heads, strict=True))),
         "diagrams": draw_diagrams(diagrams),
-        "quality": {key: [values.get(key, DASH) for values in quality] for values in quality for key in values},
+        "quality": {key: [card.get(key, DASH) for card in quality] for card in quality for key in card},
         "warned": [
-            (shorten(each["model"]["name"], 80), said) for each in metrics if (said := warnings(each["label_free"]))
+            (shorten(each["model"]["name"], 80), said)
+            for each in metrics
+            if (said := split_warnings(each["label_free"])[0])
         ],
         "outside": outside_rows([(each["model"]["name"], each["outside"]) for each in metrics]),
     }
@@ -50,6 +53,4 @@ def render_comparison(metrics: list[dict[str, Any]]) -> str:
         ("quality", "Quality", values["quality"] or values["warned"]),
         ("outside", "Other images", values["outside"]),
     ]
-    return render_template(
-        "comparison.html", f"{Path(first['data']).name}: {', '.join(names)}", facts, contents, values
-    )
+    return render_template("comparison.html", title, facts, contents, values)

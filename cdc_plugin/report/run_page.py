@@ -43,8 +43,7 @@ from cdc_plugin.report.words import (
     percent,
     quality_figures,
     shorten,
-    training_warnings,
-    warnings,
+    split_warnings,
     writable,
 )
 
@@ -149,11 +148,12 @@ def render_page(page: PageData) -> str:
     correct = None if labels is None else correct_samples(table["cluster"], labels, page.probs.shape[1])
     clusters = measure_clusters(page, correct)
     cards = cluster_cards(page, clusters)
+    about_model, during_training = split_warnings(page.label_free)
     values: dict[str, Any] = {
         "measured_with_labels": labels is not None,
         "headline": headline(confidence, int(accepted.sum())),
         "measured": _check_promise(accepted, correct),
-        "warnings": warnings(page.label_free),
+        "warnings": about_model,
         "quality": quality_figures(page.label_free),
         "table": before_after_table(page.rows),
         "old_model": describe_old_model(page.old_model),
@@ -161,7 +161,7 @@ def render_page(page: PageData) -> str:
         "histograms": _draw_histograms(page.diagrams),
         "caution": caution_chart(confidence, _measure_accuracy(confidence, correct)),
         "training": training_charts(page.history),
-        "training_warnings": training_warnings(page.label_free),
+        "training_warnings": during_training,
         "cluster_words": describe_clusters(clusters),
         "cluster_drawing": cluster_chart(clusters),
         "card_groups": _group(cards),
@@ -202,12 +202,8 @@ def measure_clusters(page: PageData, correct: NDArray[np.bool_] | None) -> list[
     Args:
         correct: (N,) whether an image is of the class that its cluster was matched with; None without labels.
     """
-    cluster, total, labels, names = (
-        page.table["cluster"],
-        page.probs.shape[1],
-        page.images.labels,
-        page.images.class_names,
-    )
+    cluster, total = page.table["cluster"], page.probs.shape[1]
+    labels, names = page.images.labels, page.images.class_names
     sizes = np.bincount(cluster, minlength=total).tolist()
     sums = np.bincount(cluster, weights=page.table["confidence"], minlength=total)
     means = [float(sums[number] / size) if size else None for number, size in enumerate(sizes)]

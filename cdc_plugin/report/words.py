@@ -167,22 +167,17 @@ def quality_figures(card: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def warnings(card: dict[str, Any]) -> list[str]:
-    """Return the warnings about the model, and whether training gave any."""
-    found = [_sentence(warning) for warning in card.get("warnings") or [] if "epoch" not in warning]
-    during = len(training_warnings(card))
-    if during:
-        found.append(f"Training gave {f'{during} warnings' if during > 1 else 'a warning'}: see there.")
-    return found
-
-
-def training_warnings(card: dict[str, Any]) -> list[str]:
-    """Return what was noticed while a run trained, epoch by epoch."""
-    return [_sentence(warning) for warning in card.get("warnings") or [] if "epoch" in warning]
-
-
-def _sentence(warning: dict[str, Any]) -> str:
-    return str(warning["text"]).replace(" %", f"{SPACE}%")
+def split_warnings(card: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the warnings about the model, which mention training if that gave any, and those of training."""
+    about_model: list[str] = []
+    during_training: list[str] = []
+    for warning in card.get("warnings") or []:
+        sentence = str(warning["text"]).replace(" %", f"{SPACE}%")
+        (during_training if "epoch" in warning else about_model).append(sentence)
+    if during_training:
+        total = len(during_training)
+        about_model.append(f"Training gave {f'{total} warnings' if total > 1 else 'a warning'}: see there.")
+    return about_model, during_training
 
 
 def headline(confidence: NDArray[np.floating], accepted: int) -> str:
