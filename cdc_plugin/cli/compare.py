@@ -95,11 +95,12 @@ def _compare(options: argparse.Namespace) -> None:
     if options.list_methods:
         print(method_list())
         return
-    from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe, table_names, table_summary
+    from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe
+    from cdc_plugin.config.recipes import recipe_names, recipe_summary
 
     if options.list_recipes:
-        for name in table_names():
-            print(f"{name:20s} {table_summary(name)}")
+        for name in recipe_names("tables"):
+            print(f"{'tables/' + name:20s} {recipe_summary(name, 'tables')}")
         return
     take_settings_out(options)
     if options.full and not options.recipe:

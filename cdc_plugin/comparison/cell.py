@@ -13,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import OpenedDataset
 from cdc_plugin.comparison.methods import Method, replace_shares
 from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup, fits_config
 from cdc_plugin.data.atomic import write_text
-from cdc_plugin.data.images import ImageSet, open_images
+from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import OutputError
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, measure_head
 from cdc_plugin.metrics import summary_hard, summary_outliers
@@ -142,15 +140,19 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Return the figures of every row, and how well each detects outside images (max softmax, as in the paper)."""
     chosen = slice(None) if outcome.reported is None else outcome.reported.numpy()
+    clusters = setup.config.clusters
     truth = None if setup.images.labels is None else setup.images.labels[chosen]
     if outcome.assignment is not None:
-        figures = _measure_assignment(outcome.assignment, truth, setup.config.clusters)
+        figures: dict[str, Any] = {"cluster_sizes": torch.bincount(outcome.assignment, minlength=clusters).tolist()}
+        if truth is not None:
+            figures |= summary_hard(outcome.assignment.numpy(), truth, clusters)
         return [{"label": names[-1], "figures": figures, "outside": []}]
     if outcome.probs is not None:
         figures = measure_head(outcome.probs[chosen].astype(np.float32), truth)
         return [{"label": names[-1], "figures": figures, "outside": []}]
-    features = _extract(setup, setup.images)
-    heads = outcome.heads[-len(names) :]
+
+    runtime, heads = Runtime(setup.device, setup.config.precision), outcome.heads[-len(names) :]
+    features = extract_features(setup.backbone, setup.images, runtime)
     probs = [head_probabilities(head, features) for head in heads]
     rows: list[dict[str, Any]] = [
         {"label": name, "figures": measure_head(p[chosen], truth), "outside": []}
@@ -158,20 +160,11 @@ def _measure(
     ]
     for source in outside:
         images = open_images(source, setup.backbone.input_size, labels=False, root=setup.config.data_root)
-        outside_features = _extract(setup, images)
+        outside_features = extract_features(setup.backbone, images, runtime)
         for row, head, p in zip(rows, heads, probs, strict=True):
             scores = summary_outliers(p.max(axis=1), head_probabilities(head, outside_features).max(axis=1))
             row["outside"].append({"data": Path(str(source)).name, "images": len(images), "scores": scores})
     return rows
-
-
-def _extract(setup: TrainingSetup, images: ImageSet) -> Tensor:
-    return extract_features(setup.backbone, images, Runtime(setup.device, setup.config.precision))
-
-
-def _measure_assignment(assignment: Tensor, labels: NDArray[np.int64] | None, clusters: int) -> dict[str, Any]:
-    sizes = {"cluster_sizes": torch.bincount(assignment, minlength=clusters).tolist()}
-    return sizes if labels is None else sizes | summary_hard(assignment.numpy(), labels, clusters)
 
 
 def _save_model(setup: TrainingSetup, outcome: Outcome, cell: Cell) -> None:

@@ -66,7 +66,7 @@ def records_csv(records: Sequence[Record]) -> str:
     names = name_outside_data(records)
     head = ["set", "group", "method", "label", "uses_labels", "seed", "images", "clusters"]
     cells = [
-        ({**record, "label": row["label"]}, collect_figures(record, row["label"], names, SCORES))
+        ({**record, "label": row["label"]}, collect_figures(record, row, names, SCORES))
         for record in records
         for row in record["rows"]
     ]
@@ -89,11 +89,8 @@ def to_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> st
     parts = []
     for name, members in by_set(rows).items():
         shown = columns_of(members) if columns is None else columns
-        heads = [
-            "method",
-            *(f"{_escape_markdown(TITLES.get(column, column))} {better(column)}".strip() for column in shown),
-        ]
-        lines = [heads, ["---", *(["---:"] * len(shown))]]
+        titles = [f"{_escape_markdown(TITLES.get(column, column))} {better(column)}".strip() for column in shown]
+        lines = [["method", *titles], ["---", *(["---:"] * len(shown))]]
         places = [ranks(members, column) for column in shown]
         for index, (row, label) in enumerate(zip(members, row_names(members), strict=True)):
             marks = [("", "**", "*")[place[index]] for place in places]
@@ -109,15 +106,15 @@ def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return one ``table`` for all rows, with sets side by side as in the paper's main table.
 
     Args:
-        columns: those of every set. None: for one set all in which a row has a value; for several ACC, ARI and ECE.
+        columns: those of every set. None: for one set all in which a row has a value; for several ACC, ARI and ECE,
+            or the confidence if nothing can be measured.
     """
     sets = by_set(rows)
     if not sets:
         return ""
-    shown = {
-        name: list(columns) if columns is not None else _choose_latex_columns(members, len(sets))
-        for name, members in sets.items()
-    }
+    shown = {name: columns_of(members) if columns is None else list(columns) for name, members in sets.items()}
+    if columns is None and len(sets) > 1:
+        shown = {name: [c for c in MAIN if c in present] or ["CONF"] for name, present in shown.items()}
     cells = {name: _format_latex_cells(members, shown[name]) for name, members in sets.items()}
     first = {(row.method, row.label): row for row in reversed(rows)}
     names = {
@@ -211,12 +208,6 @@ def _explain(rows: Sequence[Row], columns: Iterable[str], star: str) -> list[str
     if any(partial_words(row, column) for row in rows for column in columns):
         notes.append("(n): undefined for some seeds, mean over the n others.")
     return notes
-
-
-def _choose_latex_columns(rows: Sequence[Row], sets: int) -> list[str]:
-    """Return all columns for one set; for several the main ones, or the confidence if nothing can be measured."""
-    present = columns_of(rows)
-    return present if sets == 1 else [column for column in MAIN if column in present] or ["CONF"]
 
 
 def _format_latex_cells(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[str, str], list[str]]:

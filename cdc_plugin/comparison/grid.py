@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -22,6 +21,7 @@ from cdc_plugin.comparison.methods import Method, find_method
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import OutputError, UserError, option
 from cdc_plugin.training.progress import log
+from cdc_plugin.training.signals import end_with_parent
 
 SHARED = "shared"
 
@@ -112,13 +112,12 @@ def _prepare_shared(grid: Grid, request: DatasetRequest, waiting: list[Cell]) ->
     """Compute what the cells of a set share before any process needs it: features and initial heads."""
     log.info("%s: features and initial heads, common to all methods", request.name)
     opened = _open_cached(grid.folder, request)
+    settings, side = opened.prepared.settings, opened.prepared.backbone.input_size
     for source in request.outside:  # a mistyped name fails now, not after hours
-        open_images(
-            source, opened.prepared.backbone.input_size, labels=False, root=opened.prepared.settings.data_root, limit=1
-        )
+        open_images(source, side, labels=False, root=settings.data_root, limit=1)
     for seed in sorted({cell.seed for cell in waiting if cell.set == request.name}):
         _, augment = opened.load_start(seed)
-        if opened.prepared.settings.freeze_backbone:
+        if settings.freeze_backbone:
             opened.load_views(seed, augment)
     return opened
 
@@ -152,11 +151,13 @@ def _build_arguments(grid: Grid, cell: Cell) -> tuple[Path, DatasetRequest, Cell
 
 def _run_in_turn(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
     for cell in waiting:
-        earlier = grid.find_earlier(cell)
-        if earlier is not None and earlier.path in failed:
-            yield cell, f"{earlier.method.name}, which it continues, failed"
-        else:
-            yield cell, _try_cell(*_build_arguments(grid, cell))
+        yield cell, _explain_missing(grid, cell, failed) or _try_cell(*_build_arguments(grid, cell))
+
+
+def _explain_missing(grid: Grid, cell: Cell, failed: set[Path]) -> str | None:
+    """Return why a cell cannot run if the one it continues has failed."""
+    earlier = grid.find_earlier(cell)
+    return f"{earlier.method.name}, which it continues, failed" if earlier and earlier.path in failed else None
 
 
 def _run_in_parallel(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
@@ -170,9 +171,9 @@ def _run_in_parallel(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iter
                 busy = {cell.path for cell in [*todo, *running.values()]}
                 for cell in list(todo):
                     earlier = grid.find_earlier(cell)
-                    if earlier is not None and earlier.path in failed:
+                    if reason := _explain_missing(grid, cell, failed):
                         todo.remove(cell)
-                        yield cell, f"{earlier.method.name}, which it continues, failed"
+                        yield cell, reason
                     elif len(running) < grid.jobs and (earlier is None or earlier.path not in busy):
                         todo.remove(cell)
                         running[pool.submit(_try_cell, *_build_arguments(grid, cell))] = cell
@@ -194,14 +195,7 @@ def _run_in_parallel(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iter
 def _begin_worker(threads: int) -> None:
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
-
-    def exit_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 def _remove_intermediate_files(grid: Grid) -> None:

@@ -23,7 +23,7 @@ from cdc_plugin.comparison.verdict import judge_rows
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.errors import ConfigError, OutputError, option
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, comparison_record
-from cdc_plugin.report.grid_page import write_grid
+from cdc_plugin.report.grid_page import render_grid
 from cdc_plugin.training.progress import CellProgress, log, log_to
 from cdc_plugin.training.run_folder import COMPARISON, LOG, PAGE, REPORT, comparison_folder
 from cdc_plugin.training.runtime import choose_device
@@ -117,7 +117,10 @@ def write_results(
     """Write tables and page of all finished cells."""
     records = [record for cell in grid.cells() if (record := read_record(cell)) is not None]
     rows = collect(records, [method.name for method in grid.methods])
-    verdicts = judge_rows(rows)
+    judged = judge_rows(rows)
+    verdicts = [
+        f"{name}: {said}" if len(judged) > 1 else said for name, all_said in judged.items() for said in all_said
+    ]
     shown = list(columns) or None
     text = {
         "table.csv": to_csv(rows),
@@ -138,7 +141,7 @@ def write_results(
     ]
     heading = title or f"{len(grid.methods)} methods on {names}"
     settings = (grid.folder / COMPARISON).read_text(encoding="utf-8")
-    write_grid(grid.folder / PAGE, heading, facts, rows, verdicts, settings, command)
+    write_text(grid.folder / PAGE, render_grid(heading, facts, rows, judged, settings, command))
     return MethodComparison(rows, verdicts, failures, grid.folder)
 
 

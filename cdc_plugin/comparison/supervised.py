@@ -15,15 +15,14 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
-from cdc_plugin.core.random_streams import fork_rng, generator
+from cdc_plugin.comparison.baselines.loop import BaselineTask, build_random_heads, compute_features, train_epochs
+from cdc_plugin.core.random_streams import generator
 from cdc_plugin.errors import DataError
 from cdc_plugin.metrics.clustering import true_columns
 from cdc_plugin.metrics.confidence import check_probabilities
 from cdc_plugin.models.heads import LayeredHead
 
-SPLIT = 19  # purpose of random numbers, beside those of `baselines.task`
+SPLIT = 19  # purpose of random numbers, beside those of `baselines.loop`
 # If every labelled sample is right, the likelihood grows without bound as T falls to 0: T stays in here.
 SMALLEST, LARGEST = 0.05, 100.0
 
@@ -79,8 +78,7 @@ def train_supervised(task: BaselineTask, labels: Tensor, rows: Tensor) -> nn.Mod
     """
     classes, targets = _index_classes(labels, rows)
     targets = targets.to(task.device)
-    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
-        head = LayeredHead([["linear", task.feature_dim, len(classes)]]).to(task.device)
+    (head,) = build_random_heads(task, [[["linear", task.feature_dim, len(classes)]]])
 
     def step(drawn: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         places = drawn % len(rows)

@@ -1,4 +1,4 @@
-"""Turn the records of finished cells into rows of a table: mean and deviation of sources figure over the seeds."""
+"""Turn the records of finished cells into rows of a table: mean and deviation of every figure over the seeds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def collect(records: Sequence[Record], order: Sequence[str]) -> list[Row]:
     failed or are missing are not counted.
     """
     names = name_outside_data(records)
-    cells: dict[tuple[str, str, str], list[Record]] = {}
+    cells: dict[tuple[str, str, str], list[tuple[Record, Record]]] = {}
     for record in records:
         for row in record["rows"]:
-            cells.setdefault((record["set"], record["method"], row["label"]), []).append(record)
+            cells.setdefault((record["set"], record["method"], row["label"]), []).append((record, row))
     sets = list(dict.fromkeys(record["set"] for record in records))
     methods = list(dict.fromkeys([*order, *(record["method"] for record in records)]))
     keys = sorted(cells, key=lambda key: (sets.index(key[0]), methods.index(key[1])))
-    return [_build_row(cells[key], key[2], names) for key in keys]
+    return [_build_row(cells[key], names) for key in keys]
 
 
 def summarise(values: Iterable[Any]) -> Value | None:
@@ -52,9 +52,8 @@ def name_outside_data(records: Sequence[Record]) -> dict[str, str]:
     return {data: name if [*names.values()].count(name) == 1 else data for data, name in names.items()}
 
 
-def collect_figures(record: Record, label: str, names: dict[str, str], scores: Sequence[str]) -> dict[str, Any]:
+def collect_figures(record: Record, row: Record, names: dict[str, str], scores: Sequence[str]) -> dict[str, Any]:
     """Return every number of one row of one cell, by the name of its column; ``scores`` of outside data come last."""
-    row = _find_row(record, label)
     figures = row["figures"]
     numbers = {key: value for key, value in figures.items() if value is None or isinstance(value, int | float)}
     if sizes := figures.get("cluster_sizes"):
@@ -66,10 +65,10 @@ def collect_figures(record: Record, label: str, names: dict[str, str], scores: S
     return numbers
 
 
-def _build_row(cells: Sequence[Record], label: str, names: dict[str, str]) -> Row:
-    first, rows = cells[0], [_find_row(cell, label) for cell in cells]
-    numbers = [collect_figures(cell, label, names, OUTSIDE) for cell in cells]
-    outside = dict.fromkeys(names[entry["data"]] for row in rows for entry in row.get("outside", []))
+def _build_row(cells: Sequence[tuple[Record, Record]], names: dict[str, str]) -> Row:
+    first, label = cells[0][0], cells[0][1]["label"]
+    numbers = [collect_figures(record, row, names, OUTSIDE) for record, row in cells]
+    outside = dict.fromkeys(names[entry["data"]] for _, row in cells for entry in row.get("outside", []))
     columns = [
         *(WITH_LABELS if first["labels"] else WITHOUT_LABELS),
         *(f"{score} {name}" for name in outside for score in OUTSIDE),
@@ -82,12 +81,8 @@ def _build_row(cells: Sequence[Record], label: str, names: dict[str, str]) -> Ro
         uses_labels=first["uses_labels"],
         seeds=len(cells),
         values={column: summarise(cell.get(column) for cell in numbers) for column in columns},
-        figures=[row["figures"] for row in rows],
+        figures=[row["figures"] for _, row in cells],
     )
-
-
-def _find_row(record: Record, label: str) -> dict[str, Any]:
-    return next(row for row in record["rows"] if row["label"] == label)
 
 
 def _shorten_path(data: str) -> str:

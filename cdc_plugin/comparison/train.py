@@ -12,16 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.cc import train_cc
+from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask
 from cdc_plugin.comparison.baselines.scan import train_scan, train_self_label
 from cdc_plugin.comparison.baselines.secu import train_secu, train_secu_size
 from cdc_plugin.comparison.baselines.spice import train_spice
-from cdc_plugin.comparison.baselines.task import BaselineSettings, BaselineTask
-from cdc_plugin.comparison.supervised import (
-    calibrate_by_temperature,
-    split_labelled,
-    train_linear,
-    train_supervised,
-)
+from cdc_plugin.comparison.supervised import calibrate_by_temperature, split_labelled, train_linear, train_supervised
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.random_streams import FINAL, INITIALISATION, generator
 from cdc_plugin.data.images import ImageSet
@@ -79,10 +74,8 @@ def train_cdc(setup: TrainingSetup) -> Outcome:
     heads = setup.start or _initialise_heads(setup)
     trained = nn.Identity() if config.freeze_backbone else setup.backbone
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, runtime, count)
-    if setup.views is not None:
-        make = cached_views(setup.views, setup.device)
-    else:
-        make = fresh_views(config, setup.backbone, setup.images, runtime)
+    fresh = fresh_views(config, setup.backbone, setup.images, runtime)
+    make = fresh if setup.views is None else cached_views(setup.views, setup.device)
     refiner.fit(make_batches(make, count, config.batch_size, config.seed), lambda stats: None, setup.after_epoch)
     return Outcome((refiner.networks.clustering_head, refiner.networks.calibration_head))
 

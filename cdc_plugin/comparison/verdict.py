@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cdc_plugin.comparison.table import Row
-from cdc_plugin.metrics.over_seeds import by_set, deviation_words, mean_words, row_names, seeds_words
+from cdc_plugin.metrics.over_seeds import Row, by_set, deviation_words, mean_words, row_names, seeds_words
 
 CALIBRATED = "CDC-Cal"  # the row of CDC's calibration head
 CLOSE = 0.01  # accuracies within one point are called equal when calibration is compared
@@ -21,27 +21,22 @@ class _Entry:
     row: Row
 
     def mean(self, column: str) -> float:
-        value = self.row.values[column]
-        assert value is not None
-        return value.mean
+        """Return NaN for what was not measured."""
+        value = self.row.values.get(column)
+        return math.nan if value is None else value.mean
+
+    def has(self, column: str) -> bool:
+        return not math.isnan(self.mean(column))
 
     def figure(self, column: str) -> str:
         value = self.row.values.get(column)
         deviation = deviation_words(column, value)
         return f"{mean_words(column, value)}{f' ± {deviation}' if deviation else ''} %" if value else "unknown"
 
-    def has(self, column: str) -> bool:
-        return self.row.values.get(column) is not None
 
-
-def judge_rows(rows: Sequence[Row]) -> list[str]:
-    """Return sentences on every set, prefixed by its name if there are several. Rows that use labels are not judged."""
-    sets = by_set(rows)
-    return [
-        sentence if len(sets) == 1 else f"{name}: {sentence}"
-        for name, members in sets.items()
-        for sentence in _judge_set(members)
-    ]
+def judge_rows(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return sentences on every set. Rows that use labels are not judged."""
+    return {name: _judge_set(members) for name, members in by_set(rows).items()}
 
 
 def _judge_set(rows: Sequence[Row]) -> list[str]:
@@ -54,9 +49,8 @@ def _judge_set(rows: Sequence[Row]) -> list[str]:
         return [f"{only}: there is nothing to compare ({seeds_words(rows)})."]
     best = max(entries, key=lambda entry: entry.mean("ACC"))
     most = max(entry.row.seeds for entry in entries)
-    sentences = [
-        f"{best.name} has the best accuracy: {best.figure('ACC')} over {seeds_words([e.row for e in entries])}.",
-    ]
+    seeds = seeds_words([entry.row for entry in entries])
+    sentences = [f"{best.name} has the best accuracy: {best.figure('ACC')} over {seeds}."]
     if fewer := [f"{entry.name} ({entry.row.seeds})" for entry in entries if entry.row.seeds < most]:
         sentences.append(f"Fewer than {most} seeds finished: {_join(fewer)}.")
     calibrated = [entry for entry in entries if entry.row.label == CALIBRATED]
@@ -94,11 +88,12 @@ def _judge_accuracy(ours: _Entry, entries: Sequence[_Entry]) -> list[str]:
     ahead = [entry for entry in entries if entry.mean("ACC") > ours.mean("ACC") + ROUNDING]
     ahead.sort(key=lambda entry: -entry.mean("ACC"))
     names = [f"{entry.name} ({_compare(entry, ours, 'ACC')})" for entry in ahead]
-    words = (
-        f"{ours.name} is less accurate than {_join(names)}." if names else f"No row is more accurate than {ours.name}."
+    found = (
+        f"{ours.name} is less accurate than {_join(names)}" if names else f"No row is more accurate than {ours.name}"
     )
-    single = all(entry.row.seeds == 1 for entry in entries)
-    return [words, *(["One seed has no standard deviation: differences may be chance."] if single else [])]
+    if any(entry.row.seeds > 1 for entry in entries):
+        return [f"{found}."]
+    return [f"{found}.", "One seed has no standard deviation: differences may be chance."]
 
 
 def _compare(one: _Entry, other: _Entry, column: str) -> str:

@@ -32,8 +32,8 @@ from cdc_plugin.evaluation.prediction_table import build_prediction_table, compu
 from cdc_plugin.evaluation.quality import find_trusted
 from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.report.models_page import compared_model, comparison_facts, comparison_title, write_comparison
-from cdc_plugin.report.run_page import page_of_evaluation, write_page
+from cdc_plugin.report.models_page import render_comparison
+from cdc_plugin.report.run_page import collect_page, render_page
 from cdc_plugin.training.progress import log, show_progress
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, evaluation_folder
 from cdc_plugin.training.runtime import choose_device
@@ -125,8 +125,7 @@ def compare(
             "models": metrics,
         }
         write_text(folder / REPORT, json.dumps(record, indent=2) + "\n")
-        columns = [compared_model(figures) for figures in metrics]
-        write_comparison(folder / PAGE, comparison_title(metrics), comparison_facts(metrics), columns)
+        write_text(folder / PAGE, render_comparison(metrics))
         return reports
 
 
@@ -177,7 +176,7 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, outputs.features)
     table = build_prediction_table(images.names, outputs.clustering, outputs.calibration, columns)
-    page = page_of_evaluation(
+    page = collect_page(
         metrics,
         table,
         outputs.calibration,
@@ -189,7 +188,7 @@ def _evaluate_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report
     folder.mkdir(exist_ok=True)
     write_table(folder / PREDICTIONS, table)
     write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
-    write_page(folder / PAGE, page)
+    write_text(folder / PAGE, render_page(page))
     return Report(metrics, table, folder)
 
 

@@ -17,7 +17,7 @@ from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
 from cdc_plugin.evaluation.report_record import Report, describe_run, measure, old_record, run_record
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.initialise import InitialHeads
-from cdc_plugin.report.run_page import page_of_run, write_page
+from cdc_plugin.report.run_page import collect_page, render_page
 from cdc_plugin.training.batches import predict_augmented, snapshot_rows
 from cdc_plugin.training.collapse import as_warnings, detect, setback_warning
 from cdc_plugin.training.features import head_probabilities, kmeans_of_all, private_features
@@ -96,7 +96,8 @@ def finish_run(run: Run, seconds: float) -> Report:
         write_table(folder / PREDICTIONS, table)
         write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
         about = describe_run(settings, folder)
-        write_page(folder / PAGE, page_of_run(metrics, table, calibration, images, run.history, **about))
+        page = collect_page(metrics, table, calibration, images, history=run.history, **about)
+        write_text(folder / PAGE, render_page(page))
         log.info("finished in %.0f s: %s", seconds, folder)
     return Report(metrics, table, folder)
 

@@ -1,22 +1,24 @@
-"""Charts as inline SVG: is the confidence true (Fig. 1 of the paper), what does caution buy, clusters, training."""
+"""Draw charts as inline SVG: reliability (Fig. 1 of the paper), accuracy by coverage, clusters, training."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup, escape
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from cdc_plugin.metrics import risk_coverage_curve
+from cdc_plugin.report.page_data import ClusterFigures
 from cdc_plugin.report.words import SPACE, TARGET, count, known, percent
 
 WIDTH = 320.0
 LEFT, PLOT_WIDTH = 44.0, 262.0
 TENTHS = [(0.0, "0"), (0.2, "20"), (0.4, "40"), (0.6, "60"), (0.8, "80"), (1.0, "100")]
 CURVE_POINTS = 100
+Points = list[tuple[float, float]]
 CLUSTER_PANEL = 110.0
 MOST_HINTS = 500  # more bars than that are thinner than a pointer, and their hints heavier than the page
 SECOND = 160.0  # where the panel of confidences begins
@@ -34,7 +36,7 @@ CURVES = [
 
 
 def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
-    """Accuracy in every bin of confidence, the gap to what was stated, and above it where the images are.
+    """Draw the accuracy in every bin of confidence, its gap to the confidence, and above it where the images are.
 
     Without labels only the density is drawn: nothing is known of accuracy then.
     """
@@ -50,32 +52,28 @@ def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
         for index, (stated, right) in enumerate(zip(bins["confidence"], bins["accuracy"], strict=True))
         if known(stated) and known(right)
     ]
-    averages = [
-        line(upper.x(confidence), upper.top, upper.x(confidence), upper.bottom, "mean-confidence"),
-        line(upper.x(accuracy), upper.top, upper.x(accuracy), upper.bottom, "mean-accuracy"),
-        line(lower.x(confidence), lower.top, lower.x(confidence), lower.bottom, "mean-confidence"),
-        line(lower.left, lower.y(accuracy), lower.right, lower.y(accuracy), "mean-accuracy"),
-    ]
+    ece = percent(figures.get("ECE"))
     drawn = [
         _density(upper, bins["count"]),
         lower.y_axis(TENTHS),
         *gaps,
         line(lower.left, lower.bottom, lower.right, lower.top, "diagonal"),
-        *averages,
+        line(upper.x(confidence), upper.top, upper.x(confidence), upper.bottom, "mean-confidence"),
+        line(upper.x(accuracy), upper.top, upper.x(accuracy), upper.bottom, "mean-accuracy"),
+        line(lower.x(confidence), lower.top, lower.x(confidence), lower.bottom, "mean-confidence"),
+        line(lower.left, lower.y(accuracy), lower.right, lower.y(accuracy), "mean-accuracy"),
         lower.x_axis(TENTHS, "confidence in %"),
-        _vertical_name(12, lower.top + lower.height / 2, "accuracy in %"),
+        lower.name_y_axis("accuracy in %"),
         rectangle(plate, upper.top + 2, 92, 22, "plate"),
-        text(plate + 46, upper.top + 17, f"ECE {percent(figures.get('ECE'))}", "middle", "strong"),
+        text(plate + 46, upper.top + 17, f"ECE {ece}", "middle", "strong"),
     ]
-    description = (
-        f"Mean confidence {percent(confidence)}, accuracy {percent(accuracy)}, expected calibration error "
-        f"{percent(figures.get('ECE'))}."
-    )
+    stated = f"Mean confidence {percent(confidence)}"
+    description = f"{stated}, accuracy {percent(accuracy)}, expected calibration error {ece}."
     return chart(WIDTH, lower.bottom + 38, f"Reliability diagram: {title}", description, *drawn)
 
 
 def density_chart(title: str, figures: dict[str, Any]) -> Markup:
-    """Share of the images in every bin of confidence."""
+    """Draw the share of the images in every bin of confidence."""
     counts = figures["bins"]["count"]
     frame = Frame(LEFT, 10, PLOT_WIDTH, 130, y_high=_highest_share(counts))
     mean = figures["CONF"]
@@ -86,7 +84,7 @@ def density_chart(title: str, figures: dict[str, Any]) -> Markup:
 
 
 def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
-    """Confidence of the images that are right (upwards) and wrong (downwards), each as a share of its own group."""
+    """Draw the confidence of right (upwards) and wrong images (downwards), each as a share of its own group."""
     right, wrong = (np.asarray(figures["histogram"][name], dtype=np.float64) for name in ("right", "wrong"))
     shares = [group / max(group.sum(), 1) for group in (right, wrong)]
     limit = max(round_ticks(0, max(float(share.max()) for share in shares), 2)[-1], 0.01)
@@ -104,7 +102,7 @@ def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
         *bars,
         line(frame.left, frame.y(0), frame.right, frame.y(0), "axis"),
         frame.x_axis(TENTHS, "confidence in %"),
-        _vertical_name(12, frame.top + frame.height / 2, "% of each group"),
+        frame.name_y_axis("% of each group"),
         text(frame.left + 8, frame.top + 16, f"right: {int(right.sum()):,}", class_="strong"),
         text(frame.left + 8, frame.bottom - 8, f"wrong: {int(wrong.sum()):,}", class_="strong"),
     ]
@@ -112,33 +110,35 @@ def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
     return chart(WIDTH, 218, f"Confidence of right and wrong images: {title}", description, *drawn)
 
 
-def caution_chart(confidence: ArrayLike, correct: NDArray[np.bool_] | None) -> Markup:
-    """Accuracy among the surest images, by their share: expected always, measured where labels exist."""
+def caution_chart(confidence: NDArray[np.floating], measured: Points | None) -> Markup:
+    """Draw the accuracy among the surest images by their share: expected always, measured if labels exist.
+
+    Args:
+        measured: share of the images and accuracy among them.
+    """
     values = np.asarray(confidence, dtype=np.float64)
     falling = np.sort(values)[::-1]
     steps = np.unique(np.linspace(1, len(values), min(CURVE_POINTS, len(values))).round().astype(np.int64))
     means = np.cumsum(falling)[steps - 1] / steps
     curves = [("expected", list(zip((steps / len(values)).tolist(), means.tolist(), strict=True)))]
-    if correct is not None:
-        found = risk_coverage_curve(np.clip(values, 0, 1), correct, CURVE_POINTS)
-        curves.append(("measured", list(zip(found.coverage.tolist(), (1 - found.risk).tolist(), strict=True))))
+    if measured is not None:
+        curves.append(("measured", measured))
     lowest = min(TARGET, *(y for _, points in curves for _, y in points))
     ticks = [tick for tick in round_ticks(lowest, 1.0, 5) if tick <= 1 + 1e-9]
     frame = Frame(LEFT, 12, PLOT_WIDTH, 170, y_low=ticks[0], y_high=1.0)
-    aim = line(frame.left, frame.y(TARGET), frame.right, frame.y(TARGET), "target")
     drawn = [
         frame.y_axis([(tick, f"{100 * tick:.4g}") for tick in ticks]),
-        aim,
+        line(frame.left, frame.y(TARGET), frame.right, frame.y(TARGET), "target"),
         *(frame.curve(points, name) for name, points in curves),
         frame.x_axis(TENTHS, "share of images used, surest first, in %"),
-        _vertical_name(12, frame.top + frame.height / 2, "accuracy in %"),
+        frame.name_y_axis("accuracy in %"),
     ]
     description = "; ".join(f"{name} over all images: {percent(points[-1][1])}" for name, points in curves)
     return chart(WIDTH, 220, "Accuracy among the surest images", description, *drawn)
 
 
 def _gap(frame: Frame, index: int, bins: int, stated: float, right: float) -> Markup:
-    """Accuracy, marked by a line, and hatched between it and the stated confidence what is promised wrongly."""
+    """Draw the accuracy, marked by a line, and hatch what lies between it and the stated confidence."""
     kind = "over" if stated > right else "under"
     hint = f"{_bin_words(index, bins)}: stated {percent(stated)}, right {percent(right)}"
     low, high = min(stated, right), max(stated, right)
@@ -158,12 +158,12 @@ def _density(frame: Frame, counts: list[int]) -> Markup:
         if share
     ]
     ticks = [(value, f"{100 * value:.3g}") for value in (0.0, top / 2, top)]
-    name = _vertical_name(12, frame.top + frame.height / 2, "% of images")
+    name = frame.name_y_axis("% of images")
     return join(frame.y_axis(ticks), *bars, line(frame.left, frame.bottom, frame.right, frame.bottom, "axis"), name)
 
 
 def _highest_share(counts: list[int]) -> float:
-    """Upper end of an axis for shares: a round number that the largest bin does not pass."""
+    """Return the upper end of an axis for shares: a round number that the largest bin does not pass."""
     return max(round_ticks(0, max(counts, default=0) / max(sum(counts), 1), 2)[-1], 0.02)
 
 
@@ -176,64 +176,50 @@ def _bin_words(index: int, bins: int) -> str:
     return f"confidence {100 * index / bins:.0f} to {100 * (index + 1) / bins:.0f} %"
 
 
-def _vertical_name(x: float, y: float, words: str) -> Markup:
-    turned = Markup('<g transform="translate({:.1f} {:.1f}) rotate(-90)">{}</g>')
-    return turned.format(x, y, text(0, 0, words, "middle", "name"))
-
-
-def cluster_chart(sizes: list[int], confidences: list[float | None]) -> Markup:
-    """Bars in the order of the cluster numbers; horizontal places are shares of the width, so text keeps its size."""
-    top = round_ticks(0, max(max(sizes, default=0), 1), 3)
+def cluster_chart(clusters: Sequence[ClusterFigures]) -> Markup:
+    """Draw bars in the order of the clusters; horizontal places are shares of the width, so text keeps its size."""
+    sizes, confidences = [cluster.size for cluster in clusters], [cluster.confidence for cluster in clusters]
+    top = round_ticks(0, max(max(sizes), 1), 3)
     # Images are counted: a tick of 0.5 images says nothing.
     tops = [tick for tick in top if tick == int(tick)]
     size_frame = Frame(0, 20, 100, CLUSTER_PANEL, y_high=top[-1])
     confidence_frame = Frame(0, SECOND + 20, 100, CLUSTER_PANEL)
     hints = [
-        f"cluster {number}: {count(size, 'image')}, mean confidence {percent(confidence)}"
-        for number, (size, confidence) in enumerate(zip(sizes, confidences, strict=True))
+        f"cluster {number}: {count(cluster.size, 'image')}, mean confidence {percent(cluster.confidence)}"
+        for number, cluster in enumerate(clusters)
     ]
     drawn = [
-        _cluster_label(0, 10, "images", "name", "start"),
+        text(_share(0), 10, "images", "start", "name"),
         _cluster_grid(size_frame, [(tick, f"{int(tick):,}") for tick in tops]),
-        _cluster_bars(size_frame, [float(size) for size in sizes], "bar", hints),
-        _cluster_label(0, SECOND + 10, "mean confidence in %", "name", "start"),
+        _cluster_bars(size_frame, sizes, "bar", hints),
+        text(_share(0), SECOND + 10, "mean confidence in %", "start", "name"),
         _cluster_grid(confidence_frame, [(0.0, "0"), (0.5, "50"), (1.0, "100")]),
         _cluster_bars(confidence_frame, confidences, "density", hints),
         _cluster_numbers(confidence_frame.bottom + 16, len(sizes)),
-        _cluster_label(50, confidence_frame.bottom + 34, "cluster", "name", "middle"),
+        text(_share(50), confidence_frame.bottom + 34, "cluster", "middle", "name"),
     ]
     description = tag("desc", f"{count(len(sizes), 'cluster')} of {min(sizes)} to {count(max(sizes), 'image')}.")
     title = tag("title", "Size and mean confidence of the clusters")
     return tag("svg", title, description, *drawn, class_="wide chart", height=SECOND + CLUSTER_PANEL + 64, role="img")
 
 
-def cluster_means(clusters: np.ndarray, confidence: np.ndarray, total: int) -> tuple[list[int], list[float | None]]:
-    """Images and mean confidence of the clusters 0 to ``total`` - 1; None for an empty one."""
-    sizes = np.bincount(clusters, minlength=total)
-    sums = np.bincount(clusters, weights=confidence, minlength=total)
-    return sizes.tolist(), [float(sums[index] / size) if size else None for index, size in enumerate(sizes)]
-
-
-def _cluster_bars(frame: Frame, values: list[float] | list[float | None], class_: str, hints: list[str]) -> Markup:
+def _cluster_bars(frame: Frame, values: Sequence[float | None], class_: str, hints: list[str]) -> Markup:
     step = 100 / len(values)
     # Few clusters would give slabs; many need every pixel.
     width = min(step * (0.8 if len(values) <= 60 else 0.9), 6.0)
     bars = []
     for index, value in enumerate(values):
-        if value is not None and known(value):
-            top = frame.y(value)
+        if value is not None:
+            hint = [tag("title", hints[index])] if len(values) <= MOST_HINTS else []
+            place = {"x": _share(index * step + (step - width) / 2), "width": _share(width)}
             bars.append(
-                tag(
-                    "rect",
-                    *([tag("title", hints[index])] if len(values) <= MOST_HINTS else []),
-                    x=f"{index * step + (step - width) / 2:.3f}%",
-                    width=f"{width:.3f}%",
-                    y=top,
-                    height=frame.bottom - top,
-                    class_=class_,
-                )
+                tag("rect", *hint, **place, y=frame.y(value), height=frame.bottom - frame.y(value), class_=class_)
             )
     return join(*bars)
+
+
+def _share(value: float) -> str:
+    return f"{value:.3f}%"
 
 
 def _cluster_grid(frame: Frame, ticks: list[tuple[float, str]]) -> Markup:
@@ -246,23 +232,19 @@ def _cluster_grid(frame: Frame, ticks: list[tuple[float, str]]) -> Markup:
 
 
 def _cluster_numbers(y: float, total: int) -> Markup:
-    """Numbers below the bars: at most about 20, and every second of these where there is little room."""
+    """Write numbers below the bars: at most about 20, every second of which can be hidden in a narrow window."""
     step = next(size * 10**power for power in range(9) for size in (1, 2, 5) if total <= 21 * size * 10**power)
     every = math.ceil(total / step)
     labels = []
     for index, number in enumerate(range(0, total, step)):
         minor = "minor" if every > 11 and index % 2 else None
-        labels.append(_cluster_label(100 * (number + 0.5) / total, y, str(number), minor, "middle"))
+        labels.append(text(_share(100 * (number + 0.5) / total), y, str(number), "middle", minor))
     return join(*labels)
 
 
-def _cluster_label(share: float, y: float, words: str, class_: str | None, anchor: str) -> Markup:
-    return tag("text", words, x=f"{share:.3f}%", y=y, text_anchor=anchor, class_=class_)
-
-
 def training_charts(history: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
-    """Title and drawing of every number that at least one epoch has."""
-    found = []
+    """Return title and drawing of every number that at least one epoch has."""
+    charts = []
     for key, title, scale in CURVES:
         points = [
             (float(epoch.get("epoch", index)), scale * epoch[key])
@@ -270,24 +252,17 @@ def training_charts(history: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
             if known(epoch.get(key))
         ]
         if points:
-            found.append((title, _curve_chart(title, points)))
-    return found
+            charts.append((title, _curve_chart(title, points)))
+    return charts
 
 
-def _curve_chart(title: str, points: list[tuple[float, float]]) -> Markup:
+def _curve_chart(title: str, points: Points) -> Markup:
     values = [value for _, value in points]
     first, last = points[0][0], points[-1][0]
     y_ticks = round_ticks(min(values), max(values), 3)
-    frame = Frame(
-        CURVE_LEFT,
-        10,
-        CURVE_WIDTH,
-        CURVE_HEIGHT,
-        x_low=first if last > first else first - 0.5,
-        x_high=last if last > first else first + 0.5,
-        y_low=y_ticks[0],
-        y_high=y_ticks[-1],
-    )
+    margin = 0 if last > first else 0.5
+    box = (CURVE_LEFT, 10, CURVE_WIDTH, CURVE_HEIGHT)
+    frame = Frame(*box, x_low=first - margin, x_high=last + margin, y_low=y_ticks[0], y_high=y_ticks[-1])
     # Between the first and the last epoch round ones, as far as their labels have room.
     room = (last - first) / 10
     between = [tick for tick in round_ticks(first, last, 5) if tick == int(tick) and first + room < tick < last - room]
@@ -302,7 +277,7 @@ def _curve_chart(title: str, points: list[tuple[float, float]]) -> Markup:
 
 
 def tag(name: str, *children: Any, **attributes: Any) -> Markup:
-    """One element; ``class_`` and ``text_anchor`` are written ``class`` and ``text-anchor``, text is escaped."""
+    """Return an element; ``class_`` and ``text_anchor`` are written ``class`` and ``text-anchor``, text is escaped."""
     written = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _value(value))
         for key, value in attributes.items()
@@ -317,22 +292,15 @@ def join(*parts: Any) -> Markup:
 
 def chart(width: float, height: float, title: str, description: str, *children: Any) -> Markup:
     """Return a drawing that scales with its column; title and description are for those who cannot see it."""
-    return tag(
-        "svg",
-        tag("title", title),
-        tag("desc", description),
-        *children,
-        class_="chart",
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-    )
+    box = f"0 0 {width:g} {height:g}"
+    return tag("svg", tag("title", title), tag("desc", description), *children, class_="chart", viewBox=box, role="img")
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", class_: str | None = None) -> Markup:
+def text(x: float | str, y: float, words: str, anchor: str = "start", class_: str | None = None) -> Markup:
     return tag("text", words, x=x, y=y, text_anchor=anchor, class_=class_)
 
 
@@ -343,7 +311,7 @@ def rectangle(x: float, y: float, width: float, height: float, class_: str, hint
 
 
 def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from at most ``low`` to at least ``high``."""
+    """Return multiples of 1, 2 or 5 times a power of ten, from at most ``low`` to at least ``high``."""
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("ticks need finite limits")
     if high <= low:
@@ -384,16 +352,17 @@ class Frame:
         return self.bottom - self.height * (value - self.y_low) / (self.y_high - self.y_low)
 
     def y_axis(self, ticks: list[tuple[float, str]]) -> Markup:
-        """Grid lines with their labels left of the box."""
-        return join(
-            *(
-                join(
-                    line(self.left, self.y(value), self.right, self.y(value), "grid"),
-                    text(self.left - 6, self.y(value) + 4, label, "end"),
-                )
-                for value, label in ticks
-            )
-        )
+        """Return grid lines with their labels left of the box."""
+        drawn = []
+        for value, label in ticks:
+            y = self.y(value)
+            drawn += [line(self.left, y, self.right, y, "grid"), text(self.left - 6, y + 4, label, "end")]
+        return join(*drawn)
+
+    def name_y_axis(self, words: str) -> Markup:
+        """Return what the y axis counts, written upwards at the left edge of the drawing."""
+        turned = Markup('<g transform="translate(12.0 {:.1f}) rotate(-90)">{}</g>')
+        return turned.format(self.top + self.height / 2, text(0, 0, words, "middle", "name"))
 
     def x_axis(self, ticks: list[tuple[float, str]], name: str) -> Markup:
         """Return the lower edge with its labels, and what it counts."""
@@ -401,7 +370,7 @@ class Frame:
         named = text(self.left + self.width / 2, self.bottom + 31, name, "middle", "name")
         return join(line(self.left, self.bottom, self.right, self.bottom, "axis"), *labels, named)
 
-    def curve(self, points: list[tuple[float, float]], class_: str) -> Markup:
+    def curve(self, points: Points, class_: str) -> Markup:
         """Return a line through the points, or a dot where there is one only."""
         if len(points) == 1:
             return tag("circle", cx=self.x(points[0][0]), cy=self.y(points[0][1]), r=3.5, class_=f"{class_} dot")

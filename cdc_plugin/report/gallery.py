@@ -1,8 +1,7 @@
-"""What a page shows of the images: each cluster by examples, clusters that are confused, images to look at first.
+"""Choose and encode the pictures of a page: examples of each cluster, confused clusters, images to look at first.
 
-Labels decide nothing here: they name clusters and say how many images are right. Which images are shown is a pure
-function of the predictions, and all orders are deterministic. Pictures are inside the page itself, as data URIs, within
-a number of bytes that is fixed beforehand.
+Which images are shown is a pure function of the predictions, never of labels, and all orders are deterministic.
+Pictures are inside the page itself, as data URIs, within a number of bytes that is fixed beforehand.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.metrics import correct_samples, match_clusters
-from cdc_plugin.report.page_data import PageData
-from cdc_plugin.report.words import percent
+from cdc_plugin.report.page_data import ClusterFigures, PageData
+from cdc_plugin.report.words import count, percent, shorten
 
 Integers = NDArray[np.int64]
 Reals = NDArray[np.floating]
@@ -46,6 +44,7 @@ LARGEST_SIDE, SMALLEST_SIDE = 96, 32
 QUALITIES = (85, 70, 50, 30)
 HEADER_BYTES, BYTES_PER_PIXEL = 350, 0.37  # of photographs as JPEG of the first quality
 FINGERPRINT_SIDE = 8
+GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,13 @@ class Examples:
 
 @dataclass(frozen=True)
 class ClusterCard:
-    """One cluster: its mean confidence (0 if empty), the class it stands for where labels exist, and its pictures."""
+    """One cluster in words, with the class it stands for if labels exist, and its pictures."""
 
     number: int
-    size: int
-    confidence: float
+    size: str
+    confidence: str
     class_name: str | None
-    accuracy: float | None
+    accuracy: str | None
     typical: list[Thumbnail]
     borderline: list[Thumbnail]
     doubtful: list[Thumbnail]
@@ -94,7 +93,7 @@ class ConfusedPair:
 
     first: int
     second: int
-    images: float
+    images: str
     examples: list[Thumbnail]
 
 
@@ -107,72 +106,64 @@ class Reason:
     say: Callable[[int], str]
 
 
-def cluster_cards(findings: PageData, budget: int = BUDGET) -> list[ClusterCard]:
-    """One card a cluster, in order of number; an empty cluster has no pictures.
+def cluster_cards(page: PageData, clusters: Sequence[ClusterFigures], budget: int = BUDGET) -> list[ClusterCard]:
+    """Return a card for every cluster with images, in order of number.
 
     Args:
-        budget: bytes of all pictures of the page, of which the cards take about three quarters. Where there are more
-            clusters than that has room for, the largest have pictures.
+        budget: bytes of all pictures of the page, of which the cards take about three quarters. If there are more
+            clusters than that has room for, the largest have cards.
     """
-    table, clusters = findings.table, findings.probs.shape[1]
-    cluster, confidence = table["cluster"], table["confidence"]
-    second, second_confidence = table["second_cluster"], _second_confidence(findings)
-    sizes = np.bincount(cluster, minlength=clusters)
+    table = page.table
+    confidence, second, second_confidence = table["confidence"], table["second_cluster"], _second_confidence(page)
     share = int(CARDS_SHARE * budget)
-    count = pictures_of_a_kind(int((sizes > 0).sum()), share)
+    filled = [number for number, cluster in enumerate(clusters) if cluster.size]
+    each = pictures_per_kind(len(filled), share)
     chosen = choose_examples(
-        cluster,
+        table["cluster"],
         confidence,
         second_confidence,
-        clusters,
-        count,
-        distance=_column(findings, "distance"),
-        fingerprint=lambda index: fingerprint(np.asarray(findings.images.images[index])),
+        len(clusters),
+        each,
+        distance=_column(page, "distance"),
+        fingerprint=lambda index: fingerprint(np.asarray(page.images.images[index])),
     )
-    largest = np.argsort(-sizes, kind="stable")[: share // (3 * count * LEAST_BYTES)]
-    size = size_within(share, 3 * count * int((sizes[largest] > 0).sum()))
+    largest = sorted(filled, key=lambda number: -clusters[number].size)[: share // (3 * each * LEAST_BYTES)]
+    size = size_within(share, 3 * each * len(largest))
 
-    def own(index: int) -> str:
+    def say_own(index: int) -> str:
         return _chance(confidence[index])
 
-    def both(index: int) -> str:
-        return f"{own(index)} here, {_chance(second_confidence[index])} cluster {second[index]}"
+    def say_both(index: int) -> str:
+        return f"{say_own(index)} here, {_chance(second_confidence[index])} cluster {second[index]}"
 
     def show(indices: list[int], say: Callable[[int], str]) -> list[Thumbnail]:
-        return make_thumbnails(findings.images, indices, [say(index) for index in indices], size)
+        return make_thumbnails(page.images, indices, [say(index) for index in indices], size)
 
-    names, accuracies = class_of_clusters(findings)
-    means = np.bincount(cluster, weights=confidence, minlength=clusters) / np.maximum(sizes, 1)
-    illustrated = set(largest.tolist())
     cards = []
-    for number in range(clusters):
-        examples = chosen[number] if number in illustrated else Examples([], [], [])
+    for number in sorted(largest):
+        cluster, examples = clusters[number], chosen[number]
         cards.append(
             ClusterCard(
                 number,
-                int(sizes[number]),
-                float(means[number]),
-                names[number],
-                accuracies[number],
-                show(examples.typical, own),
-                show(examples.borderline, both),
-                show(examples.doubtful, own),
+                count(cluster.size, "image"),
+                percent(cluster.confidence),
+                None if cluster.class_name is None else shorten(cluster.class_name, 80),
+                None if cluster.accuracy is None else percent(cluster.accuracy),
+                show(examples.typical, say_own),
+                show(examples.borderline, say_both),
+                show(examples.doubtful, say_own),
             )
         )
     return cards
 
 
-def confused_pairs(findings: PageData, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
-    """Pairs of clusters by the number of images expected in the wrong one of the two, most first.
-
-    That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Pairs below one
-    image or below 1 % of the images of both clusters are left out.
-    """
-    cluster, probs = findings.table["cluster"], findings.probs
+def confused_pairs(page: PageData, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
+    """Return pairs of clusters with many images that are expected in the wrong one of the two, most first."""
+    cluster, probs = page.table["cluster"], page.probs
     sizes = np.bincount(cluster, minlength=probs.shape[1])
     pairs = rank_pairs(confusion(cluster, probs), sizes, limit)
     size = size_within(int(PAIRS_SHARE * budget), 2 * EXAMPLES * len(pairs))
-    found = []
+    shown = []
     for first, second, images in pairs:
         examples: list[int] = []
         for own, other in ((first, second), (second, first)):
@@ -183,100 +174,74 @@ def confused_pairs(findings: PageData, limit: int = 12, budget: int = BUDGET) ->
             f"{_chance(probs[i, first])} cluster {first}, {_chance(probs[i, second])} cluster {second}"
             for i in examples
         ]
-        found.append(ConfusedPair(first, second, images, make_thumbnails(findings.images, examples, captions, size)))
-    return found
+        thumbnails = make_thumbnails(page.images, examples, captions, size)
+        shown.append(ConfusedPair(first, second, count(round(images), "image"), thumbnails))
+    return shown
 
 
-def look_first(findings: PageData, limit: int = 48, budget: int = BUDGET) -> list[tuple[Thumbnail, str]]:
-    """Images that repay a look, and why: reasons in turn, clusters in turn within a reason, no image twice."""
-    reasons = reasons_to_look(findings)
-    cluster = findings.table["cluster"]
+def look_first(page: PageData, limit: int = 48, budget: int = BUDGET) -> list[tuple[Thumbnail, str, str]]:
+    """Return images that repay a look, each with a shorter name and the reason.
+
+    Reasons take turns, and clusters within a reason; no image comes twice.
+    """
+    reasons = find_reasons(page)
+    cluster = page.table["cluster"]
     orders = [spread_over_clusters(reason.candidates, reason.score, cluster) for reason in reasons]
     chosen = take_turns(orders, limit, limit)
     why = {index: reason.say(index) for reason, indices in zip(reasons, chosen, strict=True) for index in indices}
     turns = sorted((turn, kind, index) for kind, indices in enumerate(chosen) for turn, index in enumerate(indices))
     shown = [index for _, _, index in turns]
     size = size_within(int(LOOK_SHARE * budget), len(shown))
-    captions = [f"cluster {cluster[index]}, {_chance(findings.table['confidence'][index])}" for index in shown]
-    thumbnails = make_thumbnails(findings.images, shown, captions, size)
-    return [(thumbnail, why[index]) for thumbnail, index in zip(thumbnails, shown, strict=True)]
+    captions = [f"cluster {cluster[index]}, {_chance(page.table['confidence'][index])}" for index in shown]
+    thumbnails = make_thumbnails(page.images, shown, captions, size)
+    return [(picture, shorten(picture.name, 60), why[index]) for picture, index in zip(thumbnails, shown, strict=True)]
 
 
-def reasons_to_look(findings: PageData) -> list[Reason]:
-    """Four reasons: outliers, images torn between two clusters, those that calibration doubts, and the least sure."""
-    table = findings.table
-    cluster, confidence = table["cluster"], table["confidence"]
-    second, second_confidence = table["second_cluster"], _second_confidence(findings)
-    before = table["clustering_confidence"]
-    drop = before - confidence
-    outlier, distance = _column(findings, "outlier"), _column(findings, "distance")
-    outside = np.zeros(len(table), dtype=bool) if outlier is None else outlier.astype(bool)
+def find_reasons(page: PageData) -> list[Reason]:
+    """Return the reasons: outliers, images torn between two clusters, those that calibration doubts, the least sure."""
+    table = page.table
+    cluster, confidence, before = table["cluster"], table["confidence"], table["clustering_confidence"]
+    second, second_confidence = table["second_cluster"], _second_confidence(page)
+    outlier, distance = _column(page, "outlier"), _column(page, "distance")
+    nothing = np.zeros(len(table))
+
+    def say_torn(index: int) -> str:
+        own = f"cluster {cluster[index]} ({_chance(confidence[index])})"
+        return f"torn between {own} and cluster {second[index]} ({_chance(second_confidence[index])})"
+
+    def say_dropped(index: int) -> str:
+        remaining = _chance(confidence[index])
+        return f"the clustering head is {_chance(before[index])} sure, after calibration {remaining} remain"
+
+    def say_unsure(index: int) -> str:
+        following = f"cluster {second[index]} comes next with {_chance(second_confidence[index])}"
+        return f"among the least sure of cluster {cluster[index]}; {following}"
+
     return [
         Reason(
-            np.flatnonzero(outside),
-            np.zeros(len(table)) if distance is None else distance,
+            np.flatnonzero(nothing if outlier is None else outlier),
+            nothing if distance is None else distance,
             lambda index: "far from what is typical of any cluster",
         ),
-        Reason(
-            np.flatnonzero(second_confidence >= TORN),
-            second_confidence - confidence,
-            lambda index: (
-                f"torn between cluster {cluster[index]} ({_chance(confidence[index])}) "
-                f"and cluster {second[index]} ({_chance(second_confidence[index])})"
-            ),
-        ),
-        Reason(
-            np.flatnonzero(drop >= DROP),
-            drop,
-            lambda index: (
-                f"the clustering head is {_chance(before[index])} sure, "
-                f"after calibration {_chance(confidence[index])} remain"
-            ),
-        ),
-        Reason(
-            np.flatnonzero(confidence < UNSURE),
-            -confidence,
-            lambda index: (
-                f"among the least sure of cluster {cluster[index]}; "
-                f"cluster {second[index]} comes next with {_chance(second_confidence[index])}"
-            ),
-        ),
+        Reason(np.flatnonzero(second_confidence >= TORN), second_confidence - confidence, say_torn),
+        Reason(np.flatnonzero(before - confidence >= DROP), before - confidence, say_dropped),
+        Reason(np.flatnonzero(confidence < UNSURE), -confidence, say_unsure),
     ]
 
 
-def class_of_clusters(findings: PageData) -> tuple[list[str | None], list[float | None]]:
-    """For every cluster the name of the class that it stands for, and the share of its images that are of it.
-
-    None without labels, and for a cluster that is empty or is left without a class.
-    """
-    clusters, labels, known = findings.probs.shape[1], findings.images.labels, findings.images.class_names or []
-    if labels is None:
-        return [None] * clusters, [None] * clusters
-    cluster = findings.table["cluster"]
-    sizes = np.bincount(cluster, minlength=clusters)
-    right = np.bincount(cluster, weights=correct_samples(cluster, labels, clusters), minlength=clusters)
-    names: list[str | None] = []
-    accuracies: list[float | None] = []
-    for label, size, correct in zip(match_clusters(cluster, labels, clusters), sizes, right, strict=True):
-        matched = size > 0 and (label >= 0 or correct > 0)
-        names.append((known[label] if 0 <= label < len(known) else f"class {label}") if matched else None)
-        accuracies.append(float(correct / size) if matched else None)
-    return names, accuracies
-
-
-def pictures_of_a_kind(clusters: int, budget: int) -> int:
-    """How many typical images a card shows (and as many borderline and doubtful ones): 12 down to 1."""
+def pictures_per_kind(clusters: int, budget: int) -> int:
+    """Return how many typical images a card shows (and as many borderline and doubtful ones): 12 down to 1."""
     kinds = 3 * max(clusters, 1)
     affordable = budget // (kinds * LEAST_BYTES)
     return max(min(MANY, max(PICTURES // kinds, FEW), affordable), 1)
 
 
-def _column(findings: PageData, name: str) -> NDArray[Any] | None:
-    return findings.table[name] if name in (findings.table.dtype.names or ()) else None
+def _column(page: PageData, name: str) -> NDArray[Any] | None:
+    return page.table[name] if name in (page.table.dtype.names or ()) else None
 
 
-def _second_confidence(findings: PageData) -> Reals:
-    return findings.probs[np.arange(len(findings.table)), findings.table["second_cluster"]]
+def _second_confidence(page: PageData) -> Reals:
+    return page.probs[np.arange(len(page.table)), page.table["second_cluster"]]
 
 
 def _chance(probability: float) -> str:
@@ -298,7 +263,7 @@ def choose_examples(
     distance: Reals | None = None,
     fingerprint: Callable[[int], Reals] | None = None,
 ) -> list[Examples]:
-    """For every cluster, up to ``count`` images of each kind.
+    """Choose up to ``count`` images of each kind for every cluster.
 
     Typical are those with the highest confidence; equal ones go by ``distance`` or, without, from all over the data.
     Borderline have the smallest margin before a second cluster of at least 5 %, doubtful the lowest confidence of
@@ -309,7 +274,8 @@ def choose_examples(
         fingerprint: of an image, by index; typical images whose fingerprints agree are near-duplicates, and further
             ones are taken only where there is nothing else.
     """
-    ties = spread(len(cluster)) if distance is None else distance
+    # Steps of the golden ratio jump all over the data, so that equals do not all come from its beginning.
+    ties = np.arange(len(cluster)) * GOLDEN_RATIO % 1.0 if distance is None else distance
     typical = _by_cluster(np.lexsort((ties, -np.round(confidence, TIE), cluster)), cluster, clusters)
     by_margin, by_confidence = np.lexsort((confidence - second_confidence, cluster)), np.lexsort((confidence, cluster))
     borderline = _by_cluster(by_margin[second_confidence[by_margin] >= LEAST_SECOND], cluster, clusters)
@@ -325,17 +291,18 @@ def choose_examples(
 
 
 def confusion(cluster: Integers, probs: NDArray[np.float32]) -> NDArray[np.float64]:
-    """(C, C) expected number of images of each cluster (row) that belong to each other one (column)."""
+    """Return the (C, C) expected number of images of each cluster (row) that belong to each other one (column)."""
     clusters = probs.shape[1]
     rows = _by_cluster(np.argsort(cluster, kind="stable"), cluster, clusters)
     return np.stack([probs[members].sum(axis=0, dtype=np.float64) for members in rows])
 
 
 def rank_pairs(expected: NDArray[np.float64], sizes: Integers, limit: int) -> list[tuple[int, int, float]]:
-    """Pairs of clusters (first < second) and how many images are expected to be in the wrong one of the two.
+    """Return pairs of clusters (first < second) and how many images are expected to be in the wrong one of the two.
 
-    Most images first. A pair is left out below one image, and below 1 % of the images of both clusters: every
-    softmax gives a little to every cluster.
+    That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Most images come
+    first. A pair is left out below one image, and below 1 % of the images of both clusters: every softmax gives a
+    little to every cluster.
 
     Args:
         expected: (C, C) of `confusion`.
@@ -350,7 +317,7 @@ def rank_pairs(expected: NDArray[np.float64], sizes: Integers, limit: int) -> li
 
 
 def spread_over_clusters(candidates: Integers, score: Reals, cluster: Integers) -> Integers:
-    """Candidates by falling score, but the best of every cluster before the second best of any.
+    """Return candidates by falling score, but the best of every cluster before the second best of any.
 
     Args:
         candidates: (M,) indices of images.
@@ -365,7 +332,7 @@ def spread_over_clusters(candidates: Integers, score: Reals, cluster: Integers) 
 
 
 def take_turns(orders: Sequence[Iterable[int]], limit: int, each: int) -> list[list[int]]:
-    """Every order in turn takes its next image that none has taken, until ``limit`` in all or ``each`` of one."""
+    """Let every order in turn take its next image that none has taken, until ``limit`` in all or ``each`` of one."""
     waiting: list[Iterator[int]] = [iter(order) for order in orders]
     chosen: list[list[int]] = [[] for _ in orders]
     taken: set[int] = set()
@@ -379,11 +346,6 @@ def take_turns(orders: Sequence[Iterable[int]], limit: int, each: int) -> list[l
             if found is None or len(chosen[turn]) == each:
                 open_orders.remove(turn)
     return chosen
-
-
-def spread(count: int) -> Reals:
-    """(count,) keys whose order jumps all over the data, so that equals do not all come from its beginning."""
-    return np.arange(count) * 0.6180339887498949 % 1.0
 
 
 def _by_cluster(order: Integers, cluster: Integers, clusters: int) -> list[Integers]:
@@ -417,7 +379,7 @@ def size_within(budget: int, count: int) -> ThumbnailSize:
 
 
 def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
-    """One image (H, W, 3) as JPEG that keeps its shape and is never enlarged.
+    """Encode an image (H, W, 3) as a JPEG that keeps its shape and is never enlarged.
 
     Images of up to 32 pixels keep every pixel: the page enlarges them. Quality gives way before size where an image
     would take more than its bytes.
@@ -425,7 +387,11 @@ def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
     image = Image.fromarray(np.ascontiguousarray(pixels))
     side = min(max(image.size), size.side)
     while True:
-        small = _without_colour_if_grey(_shrink(image, side))
+        small = image.copy()
+        small.thumbnail((side, side), Image.Resampling.BILINEAR, reducing_gap=2.0)
+        colours = np.asarray(small)
+        if (colours == colours[:, :, :1]).all():
+            small = small.convert("L")
         for quality in QUALITIES:
             data = _jpeg(small, quality)
             if len(data) <= size.most_bytes:
@@ -438,7 +404,7 @@ def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
 def make_thumbnails(
     images: ImageSet, indices: Sequence[int], captions: Sequence[str], size: ThumbnailSize
 ) -> list[Thumbnail]:
-    """One thumbnail for every index; an image that comes up again is read and encoded once.
+    """Make a thumbnail for every index; an image that comes up again is read and encoded once.
 
     Images are read one at a time, so that a memory map on disk stays there.
     """
@@ -447,7 +413,8 @@ def make_thumbnails(
         data = encode(np.asarray(images.images[index]), size)
         uris[index] = "data:image/jpeg;base64," + base64.b64encode(data).decode("ascii")
     return [
-        Thumbnail(uris[index], images.names[index], caption) for index, caption in zip(indices, captions, strict=True)
+        Thumbnail(uris[index], shorten(images.names[index]), caption)
+        for index, caption in zip(indices, captions, strict=True)
     ]
 
 
@@ -456,19 +423,6 @@ def fingerprint(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     image = Image.fromarray(np.ascontiguousarray(pixels))
     fields = image.resize((FINGERPRINT_SIDE, FINGERPRINT_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     return np.asarray(fields.convert("L"), dtype=np.float32).ravel()
-
-
-def _shrink(image: Image.Image, side: int) -> Image.Image:
-    longer = max(image.size)
-    if side >= longer:
-        return image
-    width, height = (max(round(length * side / longer), 1) for length in image.size)
-    return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2.0)
-
-
-def _without_colour_if_grey(image: Image.Image) -> Image.Image:
-    pixels = np.asarray(image)
-    return Image.fromarray(pixels[:, :, 0].copy()) if (pixels == pixels[:, :, :1]).all() else image
 
 
 def _jpeg(image: Image.Image, quality: int) -> bytes:

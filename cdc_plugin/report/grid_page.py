@@ -1,12 +1,10 @@
-"""The page of a comparison of methods: what came out, the tables, small charts, and a reliability diagram a row."""
+"""The page of a comparison of methods: sentences, tables, small charts, and a reliability diagram per row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from cdc_plugin.metrics.over_seeds import (
 )
 from cdc_plugin.report.charts import reliability_diagram, right_wrong_histogram
 from cdc_plugin.report.grid_charts import bar_panel, close_band, dot_panel
-from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, caption_diagram, render_template, write_text
+from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, caption_diagram, render_template
 from cdc_plugin.report.words import DASH, SPACE, TITLES, count, known, shorten
 
 PANELS = (
@@ -51,24 +49,14 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridLine:
-    """A row of the table."""
+    """A row of the table; ``seeds`` is empty if all rows have equally many."""
 
     name: str
     method: str
     uses_labels: bool
     ours: bool
-    seeds: int
+    seeds: str
     cells: list[GridCell]
-
-
-@dataclass(frozen=True)
-class Diagram:
-    """How true the confidence of a row is, and below it whether it tells right from wrong."""
-
-    title: str
-    reliability: Markup
-    histogram: Markup | None
-    caption: str
 
 
 @dataclass(frozen=True)
@@ -79,41 +67,32 @@ class SetPart:
     heads: list[tuple[str, str]]  # column and the direction that is better
     groups: list[tuple[str, list[GridLine]]]
     panels: list[Drawing]
-    diagrams: list[Diagram]
-
-
-def write_grid(
-    path: Path,
-    title: str,
-    facts: list[tuple[str, str]],
-    rows: Sequence[Row],
-    verdicts: Sequence[str],
-    settings: str | None,
-    command: str | None,
-) -> None:
-    """Write the page of a comparison, whole or not at all."""
-    write_text(path, render_grid(title, facts, rows, verdicts, settings, command, date.today()))
+    diagrams: list[Drawing]  # how true the confidence of a row is, and below it whether it tells right from wrong
 
 
 def render_grid(
     title: str,
     facts: list[tuple[str, str]],
     rows: Sequence[Row],
-    verdicts: Sequence[str],
+    verdicts: Mapping[str, Sequence[str]],
     settings: str | None,
     command: str | None,
-    made: date,
 ) -> str:
-    """Return the page as text. Everything that comes from names, paths and settings is escaped."""
-    sets = [_part(name, found) for name, found in by_set(rows).items()]
+    """Return the page as text. Everything that comes from names, paths and settings is escaped.
+
+    Args:
+        verdicts: sentences on every set.
+    """
+    fewer = len({row.seeds for row in rows}) > 1
+    sets = [_build_part(name, members, fewer) for name, members in by_set(rows).items()]
     values: dict[str, Any] = {
-        "title": shorten(title, 200),
-        "facts": facts,
         "headline": _headline(rows),
-        "verdicts": _by_name(verdicts, [part.name for part in sets]),
+        "verdicts": [
+            (shorten(name, 80) if len(verdicts) > 1 else "", [_unbroken(sentence) for sentence in sentences])
+            for name, sentences in verdicts.items()
+        ],
         "sets": sets,
         "several_seeds": any(row.seeds > 1 for row in rows),
-        "fewer_seeds": len({row.seeds for row in rows}) > 1,
         "uses_labels": any(row.uses_labels for row in rows),
         "ours": any(row.group == OURS for row in rows) and any(row.group != OURS for row in rows),
         "incomplete": any(partial_words(row, column) for row in rows for column in row.values),
@@ -128,11 +107,11 @@ def render_grid(
         ("reliability", "Reliability", any(part.diagrams for part in sets)),
         ("settings", "Settings", values["settings"] or command),
     ]
-    return render_template("grid.html", contents, values, made)
+    return render_template("grid.html", title, facts, contents, values)
 
 
 def pool(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Bins and histogram of several seeds as one: counts are added up, means are weighted with them."""
+    """Pool bins and histograms of several seeds: counts are added up, means are weighted with them."""
     binned = [each["bins"] for each in figures if each.get("bins")]
     pooled: dict[str, Any] = {}
     if binned:
@@ -160,60 +139,55 @@ def _headline(rows: Sequence[Row]) -> str:
     return f"{count(methods, 'method')} on {count(sets, 'set')} of images, {seeds_words(rows)} each."
 
 
-def _by_name(verdicts: Sequence[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Sentences that follow each other and begin with the name of the same set, below that name."""
-    named = [(next((name for name in names if verdict.startswith(f"{name}: ")), ""), verdict) for verdict in verdicts]
-    return [
-        (name, [_unbroken(verdict.removeprefix(f"{name}: ") if name else verdict) for _, verdict in found])
-        for name, found in groupby(named, key=lambda pair: pair[0])
-    ]
-
-
 def _unbroken(sentence: str) -> str:
     return sentence.replace(" ± ", f"{SPACE}±{SPACE}").replace(" %", f"{SPACE}%")
 
 
-def _part(name: str, rows: Sequence[Row]) -> SetPart:
+def _build_part(name: str, rows: Sequence[Row], name_seeds: bool) -> SetPart:
     columns = columns_of(rows)
     places = [ranks(rows, column) for column in columns]
     lines = [
-        (row.group, _line(row, label, columns, [place[index] for place in places]))
+        (row.group, _build_line(row, label, columns, [place[index] for place in places], name_seeds))
         for index, (row, label) in enumerate(zip(rows, row_names(rows), strict=True))
     ]
-    groups = [(group, [line for _, line in found]) for group, found in groupby(lines, key=lambda pair: pair[0])]
-    heads = [(TITLES.get(column, column), better(column)) for column in columns]
-    return SetPart(name, heads, groups, _panels(name, rows), _diagrams(rows))
+    groups = [
+        (shorten(group, 60), [line for _, line in members])
+        for group, members in groupby(lines, key=lambda pair: pair[0])
+    ]
+    heads = [(shorten(TITLES.get(column, column), 40), better(column)) for column in columns]
+    return SetPart(shorten(name, 80), heads, groups, _draw_panels(name, rows, columns), _draw_diagrams(rows))
 
 
-def _line(row: Row, name: str, columns: Sequence[str], places: Sequence[int]) -> GridLine:
+def _build_line(row: Row, name: str, columns: Sequence[str], places: Sequence[int], name_seeds: bool) -> GridLine:
     cells = []
     for column, place in zip(columns, places, strict=True):
         value = row.values.get(column)
         deviation = deviation_words(column, value)
         spread = (f"± {deviation}" if deviation else "") + partial_words(row, column)
         cells.append(GridCell(mean_words(column, value) or DASH, spread, place))
-    return GridLine(name, row.method, row.uses_labels, row.group == OURS, row.seeds, cells)
+    seeds = count(row.seeds, "seed") if name_seeds else ""
+    return GridLine(shorten(name, 60), shorten(row.method, 200), row.uses_labels, row.group == OURS, seeds, cells)
 
 
-def _panels(name: str, rows: Sequence[Row]) -> list[Drawing]:
-    columns = columns_of(rows)
-    found = []
+def _draw_panels(name: str, rows: Sequence[Row], columns: Sequence[str]) -> list[Drawing]:
+    panels = []
     for column, title in [panel for panel in PANELS if panel[0] in columns][:MOST_PANELS]:
         band = close_band(rows) if column == "ACC" else None
-        found.append(Drawing(title, dot_panel(f"{title}: {name}", rows, column, band), ""))
+        panels.append(Drawing(title, dot_panel(f"{title}: {name}", rows, column, band), ""))
     if SECONDS in columns:
-        found.append(Drawing("Time of a run", bar_panel(f"Time: {name}", rows, SECONDS), ""))
-    return found
+        panels.append(Drawing("Time of a run", bar_panel(f"Time: {name}", rows, SECONDS), ""))
+    return panels
 
 
-def _diagrams(rows: Sequence[Row]) -> list[Diagram]:
-    found = []
+def _draw_diagrams(rows: Sequence[Row]) -> list[Drawing]:
+    drawings = []
     for row, title in zip(rows, row_names(rows), strict=True):
         # ECE as in the table, the mean over the seeds: pooled bins would give a smaller one.
         means = {key: value.mean for key in ("ACC", "CONF", "ECE") if (value := row.values.get(key)) is not None}
         figures = {**means, **pool(row.figures)}
         if figures.get("bins") and known(figures.get("CONF")):
-            histogram = right_wrong_histogram(title, figures) if figures.get("histogram") else None
+            histogram = right_wrong_histogram(title, figures) if figures.get("histogram") else ""
+            both = Markup("{}\n{}").format(reliability_diagram(title, figures), histogram)
             name = f"{title}*" if row.uses_labels else title
-            found.append(Diagram(name, reliability_diagram(title, figures), histogram, caption_diagram(figures)))
-    return found
+            drawings.append(Drawing(shorten(name, 80), both, caption_diagram(figures)))
+    return drawings

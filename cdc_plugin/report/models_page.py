@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.report.page_data import ComparedModel
-from cdc_plugin.report.run_page import draw_diagrams, render_template, write_text
-from cdc_plugin.report.tables import outside_rows, side_by_side, side_by_side_table, warnings
-from cdc_plugin.report.words import TITLES, known, shorten
+from cdc_plugin.report.run_page import draw_diagrams, render_template
+from cdc_plugin.report.words import (
+    DASH,
+    TITLES,
+    known,
+    outside_rows,
+    quality_figures,
+    shorten,
+    side_by_side_table,
+    split_warnings,
+)
 
 
-def write_comparison(path: Path, title: str, facts: list[tuple[str, str]], models: list[ComparedModel]) -> None:
-    """Write the page that shows several models side by side, whole or not at all."""
-    write_text(path, render_comparison(title, facts, models, date.today()))
-
-
-def render_comparison(title: str, facts: list[tuple[str, str]], models: list[ComparedModel], made: date) -> str:
-    """Return the side-by-side page as text."""
-    diagrams = [(f"{model.name}: {head}", figures) for model in models for head, figures in model.heads]
+def render_comparison(metrics: list[dict[str, Any]]) -> str:
+    """Return the page as text, from the content of every model's own report.json."""
+    first, names = metrics[0], [each["model"]["name"] for each in metrics]
+    title = f"{Path(first['data']).name}: {', '.join(names)}"
+    labels = f"{first['classes']} classes, for this report only" if first["labels"] else "none"
+    facts = [
+        ("images", f"{first['images']:,} from {first['data']}"),
+        ("labels", labels),
+        *((each["model"]["name"], each["model"]["path"] or "given in Python") for each in metrics),
+    ]
+    heads = [[(TITLES[key], figures) for key, figures in each["after"].items() if key != "kmeans"] for each in metrics]
+    diagrams = [(f"{name}: {head}", figures) for name, own in zip(names, heads, strict=True) for head, figures in own]
+    quality = [quality_figures(each["label_free"]) for each in metrics]
     values: dict[str, Any] = {
-        "title": shorten(title, 200),
-        "facts": facts,
-        "models": models,
+        "models": [
+            (shorten(each["model"]["name"], 80), shorten(each["model"]["writer"], 80), f"{each['clusters']:,}")
+            for each in metrics
+        ],
         "measured_with_labels": any(known(figures.get("ACC")) for _, figures in diagrams),
-        "table": side_by_side_table([(model.name, model.heads) for model in models]),
+        "table": side_by_side_table(list(zip(names, heads, strict=True))),
         "diagrams": draw_diagrams(diagrams),
-        "quality": side_by_side([model.label_free for model in models]),
-        "warned": [(model.name, found) for model in models if (found := warnings(model.label_free))],
-        "outside": outside_rows([(model.name, model.outside) for model in models]),
+        "quality": {key: [card.get(key, DASH) for card in quality] for card in quality for key in card},
+        "warned": [
+            (shorten(each["model"]["name"], 80), said)
+            for each in metrics
+            if (said := split_warnings(each["label_free"])[0])
+        ],
+        "outside": outside_rows([(each["model"]["name"], each["outside"]) for each in metrics]),
     }
     contents = [
         ("figures", "Figures", True),
@@ -37,27 +53,4 @@ def render_comparison(title: str, facts: list[tuple[str, str]], models: list[Com
         ("quality", "Quality", values["quality"] or values["warned"]),
         ("outside", "Other images", values["outside"]),
     ]
-    return render_template("comparison.html", contents, values, made)
-
-
-def compared_model(metrics: dict[str, Any]) -> ComparedModel:
-    """One column of the side-by-side page, from the content of the model's own report.json."""
-    return ComparedModel(
-        name=metrics["model"]["name"],
-        writer=metrics["model"]["writer"],
-        clusters=metrics["clusters"],
-        heads=[(TITLES[key], figures) for key, figures in metrics["after"].items() if key != "kmeans"],
-        label_free=metrics["label_free"],
-        outside=metrics["outside"],
-    )
-
-
-def comparison_title(metrics: list[dict[str, Any]]) -> str:
-    return f"{Path(metrics[0]['data']).name}: {', '.join(each['model']['name'] for each in metrics)}"
-
-
-def comparison_facts(metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    first = metrics[0]
-    labels = f"{first['classes']} classes, for this report only" if first["labels"] else "none"
-    models = [(each["model"]["name"], each["model"]["path"] or "given in Python") for each in metrics]
-    return [("images", f"{first['images']:,} from {first['data']}"), ("labels", labels), *models]
+    return render_template("comparison.html", title, facts, contents, values)

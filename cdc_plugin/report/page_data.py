@@ -1,4 +1,4 @@
-"""What a page shows, as plain records. Labels are in here for the report and for nothing else."""
+"""Plain records that a page is made of. Labels are in here for the report and for nothing else."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ class PageData:
 
 
 @dataclass(frozen=True)
-class ComparedModel:
-    """One column of the side-by-side page."""
+class ClusterFigures:
+    """One cluster: None for the confidence of an empty one, and for what labels do not say."""
 
-    name: str
-    writer: str
-    clusters: int
-    heads: list[tuple[str, dict[str, Any]]]  # title, figures
-    label_free: dict[str, Any]
-    outside: list[dict[str, Any]]
+    size: int
+    confidence: float | None = None  # mean
+    class_name: str | None = None  # that it was matched with
+    accuracy: float | None = None  # share of its images that are of the class

@@ -15,32 +15,35 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from cdc_plugin import __version__
-from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.metrics import correct_samples
+from cdc_plugin.metrics import correct_samples, match_clusters, risk_coverage_curve
 from cdc_plugin.metrics.confidence import accept_to_target
 from cdc_plugin.report.charts import (
+    CURVE_POINTS,
+    Points,
     caution_chart,
     cluster_chart,
-    cluster_means,
     reliability_diagram,
     right_wrong_histogram,
     training_charts,
 )
 from cdc_plugin.report.gallery import ClusterCard, cluster_cards, confused_pairs, look_first
-from cdc_plugin.report.page_data import FigureRow, PageData
-from cdc_plugin.report.tables import before_after_table, outside_rows, statements, training_warnings, warnings
+from cdc_plugin.report.page_data import ClusterFigures, FigureRow, PageData
 from cdc_plugin.report.words import (
     TARGET,
     TITLES,
-    cluster_words,
-    count,
+    before_after_table,
+    describe_clusters,
+    describe_old_model,
+    describe_outliers,
+    describe_skipped,
     headline,
     known,
-    old_model_words,
-    outlier_words,
+    outside_rows,
     percent,
+    quality_figures,
     shorten,
+    split_warnings,
     writable,
 )
 
@@ -61,49 +64,7 @@ class Drawing:
     caption: str
 
 
-def page_of_run(
-    metrics: dict[str, Any],
-    table: np.recarray,
-    probs: NDArray[np.float32],
-    images: ImageSet,
-    history: list[dict[str, Any]],
-    *,
-    backbone: str,
-    settings: str,
-    command: str | None,
-) -> PageData:
-    """Gather what the page of a finished ``cdc-refine`` run shows.
-
-    Args:
-        metrics: the content of report.json.
-        probs: (N, C) of the calibration head.
-        backbone: what it is called on the page.
-    """
-    # Of all epochs: a resumed run has computed some of them before.
-    minutes, seconds = divmod(round(sum(epoch.get("seconds", 0) for epoch in history)), 60)
-    facts = [
-        *_image_facts(metrics),
-        ("backbone", backbone),
-        ("training", f"{metrics['epochs']} epochs, seed {metrics['seed']}, {minutes} min {seconds:02d} s"),
-        ("labels", "for this report only" if metrics["labels"] else "none"),
-    ]
-    return PageData(
-        title=_title(metrics),
-        facts=facts,
-        rows=_before_after_rows(metrics),
-        diagrams=_before_after_diagrams(metrics),
-        label_free=metrics["label_free"],
-        table=table,
-        probs=probs,
-        images=images,
-        history=history,
-        settings=settings,
-        command=command,
-        old_model=metrics["old_model"],
-    )
-
-
-def page_of_evaluation(
+def collect_page(
     metrics: dict[str, Any],
     table: np.recarray,
     probs: NDArray[np.float32],
@@ -112,27 +73,41 @@ def page_of_evaluation(
     history: list[dict[str, Any]],
     settings: str | None,
     command: str | None,
+    backbone: str | None = None,
 ) -> PageData:
-    """Gather what the page of ``cdc-evaluate`` shows of one model.
+    """Gather what the page of a model shows; an old model, if there was one, comes first in tables and diagrams.
 
     Args:
-        history, settings: of the run that refined it, where that was on these images.
+        metrics: the content of its report.json.
+        probs: (N, C) of the calibration head.
+        history, settings: of the run that refined it, if that was on these images.
+        backbone: its name on the page of a run; None on that of an evaluation.
     """
-    model, after, classes = metrics["model"], metrics["after"], metrics["classes"]
-    mean, std = (" ".join(f"{value:.3g}" for value in model[key]) for key in ("mean", "std"))
+    before, after, old, skipped = metrics["before"], metrics["after"], metrics["old_model"], len(metrics["skipped"])
+    unreadable = f", {skipped:,} could not be read" if skipped else ""
+    if before:
+        rows: list[FigureRow] = [(TITLES[key], figures, after.get(key)) for key, figures in before.items()]
+        diagrams = [
+            ("Calibration head, at the start", before["calibration_head"]),
+            ("Clustering head, at the end", after["clustering_head"]),
+            ("Calibration head, at the end", after["calibration_head"]),
+        ]
+        if old is not None:
+            rows.insert(0, (f"old model ({old['writer']})", old, None))
+            diagrams.insert(0, ("Old model", old))
+    else:
+        rows = [(TITLES[key], None, figures) for key, figures in after.items()]
+        diagrams = [(TITLES[key], figures) for key, figures in after.items() if key != "kmeans"]
     facts = [
-        *_image_facts(metrics),
-        ("model", f"{model['path'] or 'given in Python'} ({model['writer']})"),
-        ("network", f"{model['network']}; input {model['input_size']} px, mean {mean}, std {std}"),
-        ("labels", "none" if classes is None else f"{classes} classes, for this report only"),
+        ("images", f"{metrics['images']:,} from {metrics['data']}{unreadable}"),
+        ("clusters", str(metrics["clusters"])),
+        *(_describe_model(metrics) if backbone is None else _describe_run(metrics, history, backbone)),
     ]
-    rows: list[FigureRow] = [(TITLES[key], None, figures) for key, figures in after.items()]
-    diagrams = [(TITLES[key], figures) for key, figures in after.items() if key != "kmeans"]
     return PageData(
-        title=_title(metrics),
+        title=f"{Path(metrics['data']).name or metrics['data']} in {metrics['clusters']} clusters",
         facts=facts,
-        rows=_before_after_rows(metrics) if metrics["before"] else rows,
-        diagrams=_before_after_diagrams(metrics) if metrics["before"] else diagrams,
+        rows=rows,
+        diagrams=diagrams,
         label_free=metrics["label_free"],
         table=table,
         probs=probs,
@@ -140,86 +115,66 @@ def page_of_evaluation(
         history=history,
         settings=settings,
         command=command,
-        outside=metrics["outside"],
-        old_model=metrics["old_model"],
+        outside=metrics.get("outside", []),
+        old_model=old,
     )
 
 
-def _title(metrics: dict[str, Any]) -> str:
-    return f"{Path(metrics['data']).name or metrics['data']} in {metrics['clusters']} clusters"
-
-
-def _image_facts(metrics: dict[str, Any]) -> list[tuple[str, str]]:
-    skipped = len(metrics["skipped"])
-    unreadable = f", {skipped:,} could not be read" if skipped else ""
+def _describe_run(metrics: dict[str, Any], history: list[dict[str, Any]], backbone: str) -> list[tuple[str, str]]:
+    # Of all epochs: a resumed run has computed some of them before.
+    minutes, seconds = divmod(round(sum(epoch.get("seconds", 0) for epoch in history)), 60)
     return [
-        ("images", f"{metrics['images']:,} from {metrics['data']}{unreadable}"),
-        ("clusters", str(metrics["clusters"])),
+        ("backbone", backbone),
+        ("training", f"{metrics['epochs']} epochs, seed {metrics['seed']}, {minutes} min {seconds:02d} s"),
+        ("labels", "for this report only" if metrics["labels"] else "none"),
     ]
 
 
-def _before_after_rows(metrics: dict[str, Any]) -> list[FigureRow]:
-    """Return the rows of k-means and both heads; an old model comes first, where there was one."""
-    rows: list[FigureRow] = [
-        (TITLES[key], figures, metrics["after"].get(key)) for key, figures in metrics["before"].items()
-    ]
-    old = metrics["old_model"]
-    return rows if old is None else [(f"old model ({old['writer']})", old, None), *rows]
-
-
-def _before_after_diagrams(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return title and figures of the old model, of the start and of both heads at the end."""
-    old = metrics["old_model"]
+def _describe_model(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    model, classes = metrics["model"], metrics["classes"]
+    mean, std = (" ".join(f"{value:.3g}" for value in model[key]) for key in ("mean", "std"))
     return [
-        *([("Old model", old)] if old is not None else []),
-        ("Calibration head, at the start", metrics["before"]["calibration_head"]),
-        ("Clustering head, at the end", metrics["after"]["clustering_head"]),
-        ("Calibration head, at the end", metrics["after"]["calibration_head"]),
+        ("model", f"{model['path'] or 'given in Python'} ({model['writer']})"),
+        ("network", f"{model['network']}; input {model['input_size']} px, mean {mean}, std {std}"),
+        ("labels", "none" if classes is None else f"{classes} classes, for this report only"),
     ]
 
 
-def write_page(path: Path, findings: PageData) -> None:
-    """Write report.html, whole or not at all."""
-    write_text(path, render_page(findings, date.today()))
-
-
-def render_page(findings: PageData, made: date) -> str:
+def render_page(page: PageData) -> str:
     """Return the page as text. Everything that comes from names, paths and settings is escaped."""
-    images, table = findings.images, findings.table
-    labelled = images.labels is not None
-    correct = None
-    if images.labels is not None:
-        correct = correct_samples(table["cluster"], images.labels, findings.probs.shape[1])
-    sizes, confidences = cluster_means(table["cluster"], table["confidence"], findings.probs.shape[1])
-    cards = [card for card in cluster_cards(findings) if card.typical]  # the others are in the chart only
+    images, table, labels = page.images, page.table, page.images.labels
+    confidence = table["confidence"]
+    accepted = accept_to_target(np.asarray(confidence, dtype=np.float64), TARGET).mask
+    correct = None if labels is None else correct_samples(table["cluster"], labels, page.probs.shape[1])
+    clusters = measure_clusters(page, correct)
+    cards = cluster_cards(page, clusters)
+    about_model, during_training = split_warnings(page.label_free)
     values: dict[str, Any] = {
-        "title": shorten(findings.title, 200),
-        "facts": findings.facts,
-        "measured_with_labels": labelled,
-        "headline": headline(table["confidence"]),
-        "headline_note": _headline_note(table["confidence"], correct),
-        "warnings": warnings(findings.label_free),
-        "statements": statements(findings.label_free),
-        "table": before_after_table(findings.rows),
-        "old_model": old_model_words(findings.old_model),
-        "diagrams": draw_diagrams(findings.diagrams),
-        "histograms": _histograms(findings.diagrams),
-        "caution": Drawing("", caution_chart(table["confidence"], correct), _caution_caption(correct)),
-        "training": training_charts(findings.history),
-        "training_warnings": training_warnings(findings.label_free),
-        "cluster_words": cluster_words(sizes, confidences),
-        "cluster_drawing": cluster_chart(sizes, confidences),
-        "card_groups": _groups(cards),
+        "measured_with_labels": labels is not None,
+        "headline": headline(confidence, int(accepted.sum())),
+        "measured": _check_promise(accepted, correct),
+        "warnings": about_model,
+        "quality": quality_figures(page.label_free),
+        "table": before_after_table(page.rows),
+        "old_model": describe_old_model(page.old_model),
+        "diagrams": draw_diagrams(page.diagrams),
+        "histograms": _draw_histograms(page.diagrams),
+        "caution": caution_chart(confidence, _measure_accuracy(confidence, correct)),
+        "training": training_charts(page.history),
+        "training_warnings": during_training,
+        "cluster_words": describe_clusters(clusters),
+        "cluster_drawing": cluster_chart(clusters),
+        "card_groups": _group(cards),
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
-        "pairs": confused_pairs(findings),
+        "pairs": confused_pairs(page),
         "carded": {card.number for card in cards},
-        "looks": look_first(findings),
-        "outside": outside_rows([("", findings.outside)]),
-        "outliers": outlier_words(table),
-        "skipped": images.skipped[:MOST_SKIPPED],
-        "skipped_words": _skipped_words(len(images.skipped)),
-        "settings": shorten(findings.settings or "", MOST_SETTINGS),
-        "command": findings.command,
+        "looks": look_first(page),
+        "outside": outside_rows([("", page.outside)]),
+        "outliers": describe_outliers(table),
+        "skipped": [(shorten(name, 200), shorten(reason, 200)) for name, reason in images.skipped[:MOST_SKIPPED]],
+        "skipped_words": describe_skipped(len(images.skipped), MOST_SKIPPED),
+        "settings": shorten(page.settings or "", MOST_SETTINGS),
+        "command": page.command,
     }
     contents = [
         ("summary", "In short", True),
@@ -236,13 +191,69 @@ def render_page(findings: PageData, made: date) -> str:
         ("unread", "Unread files", values["skipped"]),
         ("settings", "Settings", values["settings"] or values["command"]),
     ]
-    return render_template("report.html", contents, values, made)
+    return render_template("report.html", page.title, page.facts, contents, values)
 
 
-def render_template(template: str, contents: list[tuple[str, str, Any]], values: dict[str, Any], made: date) -> str:
-    shown = [(anchor, name) for anchor, name, content in contents if content]
-    page = _templates().get_template(template)
-    text = page.render(**values, contents=shown, version=__version__, made=made.isoformat())
+def measure_clusters(page: PageData, correct: NDArray[np.bool_] | None) -> list[ClusterFigures]:
+    """Return size and mean confidence of every cluster and, with labels, the class it stands for and its accuracy.
+
+    A cluster that is empty or is left without a class has neither of the last two.
+
+    Args:
+        correct: (N,) whether an image is of the class that its cluster was matched with; None without labels.
+    """
+    cluster, total = page.table["cluster"], page.probs.shape[1]
+    labels, names = page.images.labels, page.images.class_names
+    sizes = np.bincount(cluster, minlength=total).tolist()
+    sums = np.bincount(cluster, weights=page.table["confidence"], minlength=total)
+    means = [float(sums[number] / size) if size else None for number, size in enumerate(sizes)]
+    if labels is None or correct is None:
+        return [ClusterFigures(size, mean) for size, mean in zip(sizes, means, strict=True)]
+    figures = []
+    right = np.bincount(cluster, weights=correct, minlength=total)
+    for number, label in enumerate(match_clusters(cluster, labels, total)):
+        size, mean = sizes[number], means[number]
+        if size and (label >= 0 or right[number]):
+            name = names[label] if names and 0 <= label < len(names) else f"class {label}"
+            figures.append(ClusterFigures(size, mean, name, float(right[number] / size)))
+        else:
+            figures.append(ClusterFigures(size, mean))
+    return figures
+
+
+def _measure_accuracy(confidence: NDArray[np.floating], correct: NDArray[np.bool_] | None) -> Points | None:
+    """Return shares of the images, surest first, and the accuracy among them."""
+    if correct is None:
+        return None
+    curve = risk_coverage_curve(np.clip(np.asarray(confidence, dtype=np.float64), 0, 1), correct, CURVE_POINTS)
+    return list(zip(curve.coverage.tolist(), (1 - curve.risk).tolist(), strict=True))
+
+
+def render_template(
+    template: str,
+    title: str,
+    facts: list[tuple[str, str]],
+    contents: list[tuple[str, str, Any]],
+    values: dict[str, Any],
+) -> str:
+    """Return the page as text.
+
+    Args:
+        contents: anchor and name of every part, and whether (or what) it has to show.
+        values: all else that the template shows, as text, numbers and drawings.
+    """
+    text = (
+        _templates()
+        .get_template(template)
+        .render(
+            **values,
+            title=shorten(title, 200),
+            facts=[(name, shorten(value, 400)) for name, value in facts],
+            contents=[(anchor, name) for anchor, name, content in contents if content],
+            version=__version__,
+            made=date.today().isoformat(),
+        )
+    )
     return writable(text.lstrip())
 
 
@@ -255,43 +266,26 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"percent": percent, "shorten": shorten, "counted": count}
     style = (files("cdc_plugin.report") / "templates" / "style.css").read_text(encoding="utf-8")
     templates.globals["style"] = Markup(style)
     return templates
 
 
-def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="\n"))
-
-
-def _headline_note(confidence: NDArray[np.floating], correct: NDArray[np.bool_] | None) -> str:
-    """Return what "expected" means, and what labels say where there are any."""
-    note = (
-        "Expected accuracy is the mean of the model’s own confidence: a promise, for which no label is used. The "
-        f"images counted are the largest set, surest first, whose mean reaches {percent(TARGET, 0)}."
-    )
+def _check_promise(accepted: NDArray[np.bool_], correct: NDArray[np.bool_] | None) -> str | None:
+    """Return how many of all and of the accepted images are right; None without labels."""
     if correct is None:
-        return note
-    chosen = accept_to_target(np.asarray(confidence, dtype=np.float64), TARGET).mask
+        return None
     measured = f"{percent(float(correct.mean()))} of all images are right"
-    if chosen.any() and not chosen.all():
-        measured += f", and {percent(float(correct[chosen].mean()))} of those {int(chosen.sum()):,}"
-    if chosen.any() and correct[chosen].mean() < TARGET - NOTABLE:
+    if accepted.any() and not accepted.all():
+        measured += f", and {percent(float(correct[accepted].mean()))} of those {int(accepted.sum()):,}"
+    if accepted.any() and correct[accepted].mean() < TARGET - NOTABLE:
         measured += "; the promise is not kept"
-    return f"{note} Measured with the labels of this data: {measured}."
-
-
-def _caution_caption(correct: NDArray[np.bool_] | None) -> str:
-    what = "The fewer images are used, surest first, the more of them should be right."
-    if correct is None:
-        return what
-    return f"{what} Where the measured line runs below the expected one, the model promises too much."
+    return measured
 
 
 def draw_diagrams(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing]:
     return [
-        Drawing(title, reliability_diagram(title, figures), caption_diagram(figures))
+        Drawing(shorten(title, 80), reliability_diagram(title, figures), caption_diagram(figures))
         for title, figures in diagrams
         if figures.get("bins") and known(figures.get("CONF"))
     ]
@@ -308,24 +302,17 @@ def caption_diagram(figures: dict[str, Any]) -> str:
     return f"Confidence {percent(confidence)}, accuracy {percent(accuracy)}: {verdict}."
 
 
-def _histograms(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing]:
-    found = []
+def _draw_histograms(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing]:
+    drawings = []
     for title, figures in diagrams:
-        histogram = figures.get("histogram") or {}
+        histogram, auroc = figures.get("histogram") or {}, figures.get("AUROC")
         if histogram.get("right") is not None and histogram.get("wrong") is not None:
-            auroc = figures.get("AUROC")
             caption = "Each side adds up to 100 %. The further apart they lie, the better doubt finds errors"
             caption += f": AUROC {percent(auroc)}." if known(auroc) else "."
-            found.append(Drawing(title, right_wrong_histogram(title, figures), caption))
-    return found
+            drawings.append(Drawing(shorten(title, 80), right_wrong_histogram(title, figures), caption))
+    return drawings
 
 
-def _groups(cards: list[ClusterCard]) -> list[list[ClusterCard]]:
-    size = len(cards) if len(cards) <= UNFOLDED else GROUP
-    return [cards[start : start + size] for start in range(0, len(cards), size)] if cards else []
-
-
-def _skipped_words(total: int) -> str:
-    rest = total - MOST_SKIPPED
-    words = f"{count(total, 'file')} left out, in no figure on this page."
-    return f"{words} The first {MOST_SKIPPED} are named here, {rest:,} more are in report.json." if rest > 0 else words
+def _group(cards: list[ClusterCard]) -> list[list[ClusterCard]]:
+    size = max(len(cards), 1) if len(cards) <= UNFOLDED else GROUP
+    return [cards[start : start + size] for start in range(0, len(cards), size)]

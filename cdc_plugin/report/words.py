@@ -1,17 +1,19 @@
-"""Numbers as people read them, and the sentences of the page that depend on them."""
+"""Numbers, tables and sentences as people read them: everything here is text, ready for a page."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.metrics.confidence import accept_to_target
+from cdc_plugin.report.page_data import ClusterFigures, FigureRow
 
-# What the keys of report.json are called; "model" is the one head of an old clustering model.
+# Titles of the keys in report.json; "model" is the one head of an old clustering model.
 TITLES = {
     "kmeans": "k-means on the features",
     "clustering_head": "clustering head",
@@ -21,35 +23,36 @@ TITLES = {
     "largest_cluster": "largest cluster",
     "empty_clusters": "empty clusters",
 }
+# Figures in the order of the tables, and which direction is better; base.html explains them.
+MEASURES = {"ACC": "↑", "NMI": "↑", "ARI": "↑", "CONF": "", "ECE": "↓", "AECE": "↓", "CECE": "↓"}
+MEASURES |= {"BRIER": "↓", "NLL": "↓", "AUROC": "↑", "AURC": "↓", "FPR95": "↓"}
+SCORES = {"AUROC": "↑", "FPR95": "↓", "AUPR": "↑"}  # of images of another kind
 DASH = "–"
 SPACE = "\u00a0"  # no line break between a number and its unit
 TARGET = 0.95  # expected accuracy that the headline asks for
-# Halves of characters (file names that are not UTF-8) and control characters can not be in an HTML page.
+# Halves of characters (file names that are not UTF-8) and control characters cannot be in an HTML page.
 UNWRITABLE = re.compile("[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
+
+Figures = dict[str, Any]
 
 
 def percent(value: Any, decimals: int = 1) -> str:
     """Return a fraction as per cent; a dash for None and NaN."""
-    if not known(value):
-        return DASH
-    return f"{100 * value:.{decimals}f}{SPACE}%"
+    return f"{100 * value:.{decimals}f}{SPACE}%" if known(value) else DASH
 
 
-def number(value: Any, decimals: int = 3) -> str:
-    return f"{value:,.{decimals}f}" if known(value) else DASH
-
-
-def count(value: int, noun: str, plural: str | None = None) -> str:
-    """ "1 image", "1,797 images"."""
-    return f"{value:,}{SPACE}{noun if value == 1 else plural or noun + 's'}"
+def count(value: int, noun: str) -> str:
+    """Return "1 image", "1,797 images"."""
+    return f"{value:,}{SPACE}{noun if value == 1 else noun + 's'}"
 
 
 def known(value: Any) -> bool:
+    """Return whether a number was measured: it is neither None nor NaN nor infinite."""
     return value is not None and math.isfinite(value)
 
 
 def shorten(text: str, length: int = 120) -> str:
-    """Long text with its middle left out: the beginning and the end of a path tell most."""
+    """Leave out the middle of a long text: the beginning and the end of a path tell most."""
     if len(text) <= length:
         return text
     head = (length - 1) // 3
@@ -61,52 +64,163 @@ def writable(text: str) -> str:
     return UNWRITABLE.sub("\ufffd", text)
 
 
-def headline(confidence: NDArray[np.floating]) -> str:
-    """Return the one sentence: how many images the largest set has that is expected to be 95 % right, and what all are.
+@dataclass(frozen=True)
+class Cell:
+    """A figure as text, and whether it is the better one."""
 
-    It counts what `cdc-predict --target-accuracy 0.95` would accept.
+    words: str
+    better: bool = False
+
+
+@dataclass(frozen=True)
+class FigureTable:
+    """Columns are a title and the names below it; rows are a key of `MEASURES`, its better direction, and cells."""
+
+    columns: list[tuple[str, list[str]]]
+    rows: list[tuple[str, str, list[Cell]]]
+
+
+def before_after_table(rows: Sequence[FigureRow]) -> FigureTable:
+    """Return each title's figures before and after; the better of the two is marked, unless they read the same."""
+    groups = []
+    for title, before, after in rows:
+        both = (("before", before), ("after", after))
+        parts = [(name, figures) for name, figures in both if figures is not None and _measured([figures])]
+        if parts:
+            # A model without "before" or "after" needs no second heading.
+            groups.append((title, parts if len(parts) == 2 else [("", parts[0][1])]))
+    return _build_table(groups, [[figures for _, figures in parts] for _, parts in groups])
+
+
+def side_by_side_table(models: list[tuple[str, list[tuple[str, Figures]]]]) -> FigureTable:
+    """Return the figures of every model's heads; the best over all of them is marked."""
+    return _build_table(
+        [(name, heads) for name, heads in models if heads], [[figures for _, heads in models for _, figures in heads]]
+    )
+
+
+def _build_table(groups: list[tuple[str, list[tuple[str, Figures]]]], compared: list[list[Figures]]) -> FigureTable:
+    columns = [(shorten(title, 80), [name for name, _ in parts]) for title, parts in groups]
+    rows = []
+    for key in _measured([figures for group in compared for figures in group]):
+        values = [[figures.get(key) for figures in group] for group in compared]
+        rows.append((key, MEASURES[key], [cell for group in values for cell in _mark(key, MEASURES[key], group)]))
+    return FigureTable(columns, rows)
+
+
+def _measured(every: Sequence[Figures]) -> list[str]:
+    return [key for key in MEASURES if any(known(figures.get(key)) for figures in every)]
+
+
+def _mark(key: str, better: str, values: list[Any]) -> list[Cell]:
+    """Return the values as text with the best one marked; what reads the same is not called better."""
+
+    def read(value: Any) -> str:
+        if key in ("BRIER", "NLL"):
+            return f"{value:,.3f}" if known(value) else DASH
+        return percent(value)
+
+    texts = [read(value) for value in values]
+    if not better or len({text for text in texts if text != DASH}) < 2:
+        return [Cell(text) for text in texts]
+    best = read((max if better == "↑" else min)(value for value in values if known(value)))
+    return [Cell(text, text == best) for text in texts]
+
+
+@dataclass(frozen=True)
+class OutsideRow:
+    """One score of one model for one set of outside images."""
+
+    data: str
+    images: str
+    model: str
+    score: str
+    cells: list[Cell]
+
+
+def outside_rows(models: list[tuple[str, list[dict[str, Any]]]]) -> list[OutsideRow]:
+    """Return rows in the order of the data, then of the models; the best of each data is marked.
+
+    Args:
+        models: name of each and its ``outside`` entries.
+    """
+    grouped: dict[str, list[tuple[str, dict[str, Any], str, Figures]]] = {}
+    for name, entries in models:
+        for entry in entries:
+            for score, figures in entry["scores"].items():
+                grouped.setdefault(entry["data"], []).append((name, entry, score, figures))
+    rows = []
+    for data, members in grouped.items():
+        columns = [_mark(key, better, [figures.get(key) for *_, figures in members]) for key, better in SCORES.items()]
+        for (name, entry, score, _), *cells in zip(members, *columns, strict=True):
+            row = OutsideRow(shorten(data, 80), f"{entry['images']:,}", shorten(name, 80), TITLES[score], list(cells))
+            rows.append(row)
+    return rows
+
+
+def quality_figures(card: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers of a quality card that were measured; base.html says what they mean."""
+    return {
+        key: f"{value:,}" if key == "empty_clusters" else percent(value)
+        for key, value in card.items()
+        if isinstance(value, (int, float)) and known(value)
+    }
+
+
+def split_warnings(card: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the warnings about the model, which mention training if that gave any, and those of training."""
+    about_model: list[str] = []
+    during_training: list[str] = []
+    for warning in card.get("warnings") or []:
+        sentence = str(warning["text"]).replace(" %", f"{SPACE}%")
+        (during_training if "epoch" in warning else about_model).append(sentence)
+    if during_training:
+        total = len(during_training)
+        about_model.append(f"Training gave {f'{total} warnings' if total > 1 else 'a warning'}: see there.")
+    return about_model, during_training
+
+
+def headline(confidence: NDArray[np.floating], accepted: int) -> str:
+    """Return the one sentence: how many images can be used at 95 % expected accuracy, and what all are expected to be.
+
+    Args:
+        accepted: images that ``cdc-predict --target-accuracy 0.95`` would accept.
     """
     values = np.asarray(confidence, dtype=np.float64)
-    sure, total, aim = accept_to_target(values, TARGET).count, len(values), percent(TARGET, 0)
-    overall = percent(float(values.mean()))
-    if sure == 0:
+    total, aim, overall = len(values), percent(TARGET, 0), percent(float(values.mean()))
+    if accepted == 0:
         return (
             f"None of the {count(total, 'image')} can be used at {aim} expected accuracy: the surest one has "
             f"{percent(float(values.max()))}, and {overall} is expected over all."
         )
-    if sure == total:
+    if accepted == total:
         everything = "The only image" if total == 1 else f"All {count(total, 'image')}"
         return f"{everything} can be used at {aim} expected accuracy; over all images {overall} is expected."
-    if sure < total / 2:
-        share = f"{percent(sure / total)} of them"
-        return (
-            f"Only {sure:,} of {count(total, 'image')} ({share}) can be used at {aim} expected accuracy; over all "
-            f"images {overall} is expected, so most need a look before they are relied on."
-        )
-    return (
-        f"{sure:,} of {count(total, 'image')} ({percent(sure / total)}) can be used at {aim} expected accuracy; over "
-        f"all images {overall} is expected."
-    )
+    some = f"{accepted:,} of {count(total, 'image')} ({percent(accepted / total)}"
+    rest = f"can be used at {aim} expected accuracy; over all images {overall} is expected"
+    if accepted < total / 2:
+        return f"Only {some} of them) {rest}, so most need a look before they are relied on."
+    return f"{some}) {rest}."
 
 
-def cluster_words(sizes: list[int], confidences: list[float | None]) -> str:
-    """Which clusters stand out: the largest, the smallest, the least sure, the empty ones."""
-    filled = [(size, number) for number, size in enumerate(sizes) if size]
+def describe_clusters(clusters: Sequence[ClusterFigures]) -> str:
+    """Name the clusters that stand out: the largest, the smallest, the least sure, the empty ones."""
+    filled = [(cluster.size, number) for number, cluster in enumerate(clusters) if cluster.size]
     size, largest = max(filled, key=lambda entry: entry[0])
     least, smallest = min(filled)
-    confidence, unsure = min((value, number) for number, value in enumerate(confidences) if value is not None)
-    found = f"{count(len(sizes), 'cluster')}. "
+    confidence, unsure = min((c.confidence, number) for number, c in enumerate(clusters) if c.confidence is not None)
+    said = f"{count(len(clusters), 'cluster')}. "
     if len(filled) > 1:
-        found += f"The largest is {largest} with {count(size, 'image')}, the smallest {smallest} with {least:,}. "
-    found += f"The least sure is {unsure} with {percent(confidence)} mean confidence."
-    empty = [str(number) for number, size in enumerate(sizes) if not size]
+        said += f"The largest is {largest} with {count(size, 'image')}, the smallest {smallest} with {least:,}. "
+    said += f"The least sure is {unsure} with {percent(confidence)} mean confidence."
+    empty = [str(number) for number, cluster in enumerate(clusters) if not cluster.size]
     if empty:
         named = ", ".join(empty[:20]) + (" and others" if len(empty) > 20 else "")
-        found += f" {count(len(empty), 'cluster')} {'is' if len(empty) == 1 else 'are'} empty: {named}."
-    return found
+        said += f" {count(len(empty), 'cluster')} {'is' if len(empty) == 1 else 'are'} empty: {named}."
+    return said
 
 
-def old_model_words(old: dict[str, Any] | None) -> str | None:
+def describe_old_model(old: dict[str, Any] | None) -> str | None:
     """Return what became of the clusters of the model that was retrofitted."""
     if old is None:
         return None
@@ -119,8 +233,8 @@ def old_model_words(old: dict[str, Any] | None) -> str | None:
     return f"{name}: {', '.join(stayed)}." if stayed else None
 
 
-def outlier_words(table: np.recarray) -> str | None:
-    """How many images are flagged as outliers; None where the table has no such column."""
+def describe_outliers(table: np.recarray) -> str | None:
+    """Return how many images are flagged as outliers; None if the table has no such column."""
     if "outlier" not in (table.dtype.names or ()):
         return None
     flagged = int(np.count_nonzero(table["outlier"]))
@@ -131,3 +245,11 @@ def outlier_words(table: np.recarray) -> str | None:
         f"{flagged:,} of {count(len(table), 'image')} ({percent(flagged / len(table))}) {are} flagged as outliers: "
         "they lie further from everything that the model was refined on than nearly all of its own images."
     )
+
+
+def describe_skipped(total: int, named: int) -> str:
+    """Return how many files could not be read, of which ``named`` at most are listed."""
+    said = f"{count(total, 'file')} left out, in no figure on this page."
+    if total <= named:
+        return said
+    return f"{said} The first {named} are named here, {total - named:,} more are in report.json."

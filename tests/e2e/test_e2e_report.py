@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
 from cdc_plugin.evaluation.report_record import measure_head
-from cdc_plugin.report.models_page import write_comparison
-from cdc_plugin.report.page_data import ComparedModel, PageData
-from cdc_plugin.report.run_page import write_page
+from cdc_plugin.report.models_page import render_comparison
+from cdc_plugin.report.page_data import PageData
+from cdc_plugin.report.run_page import render_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -72,15 +73,15 @@ def pages(tmp_path_factory, digits) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     pixels, labels = digits
     found = {name: folder / f"{name}.html" for name in ("labelled", "many", "comparison")}
-    write_page(found["labelled"], findings_of(pixels, labels, 10, "digits"))
+    write_text(found["labelled"], render_page(findings_of(pixels, labels, 10, "digits")))
     noise = np.random.default_rng(0).integers(0, 256, (1000, 32, 32, 3), dtype=np.uint8)
-    write_page(found["many"], findings_of(noise, None, 200, "W" * 400))
+    write_text(found["many"], render_page(findings_of(noise, None, 200, "W" * 400)))
     figures = measure_head(findings_of(pixels, labels, 10, "").probs, labels)
-    models = [
-        ComparedModel(name, "SCAN", 10, [("clustering head", figures)], {"balance": 0.5}, [])
-        for name in ("W" * 200, "b")
-    ]
-    write_comparison(found["comparison"], "two models", [("images", "200")], models)
+    record = {"data": "digits", "images": 200, "classes": 10, "labels": True, "clusters": 10, "outside": []}
+    record |= {"after": {"clustering_head": figures}, "label_free": {"balance": 0.5}}
+    names = ("W" * 200, "b")
+    models = [{**record, "model": {"name": name, "writer": "SCAN", "path": None}} for name in names]
+    write_text(found["comparison"], render_comparison(models))
     return found
 
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import BaselineSettings, BaselineTask, MakeView
+from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask, MakeView
 
 CLUSTERS, EACH, SIZE, FEATURES = 3, 40, 6, 8
 
@@ -19,13 +19,7 @@ def blob_task(
     randomness = torch.Generator().manual_seed(0)
     truth = torch.arange(CLUSTERS * EACH) % CLUSTERS
     points = 2.0 * torch.eye(SIZE)[truth] + 0.3 * torch.randn(len(truth), SIZE, generator=randomness)
-    defaults: dict[str, object] = {
-        "batch_size": 60,
-        "sub_batch_size": 30,
-        "epochs": 5,
-        "lr_heads": 1e-3,
-        "lr_backbone": 1e-4,
-    }
+    defaults = {"batch_size": 60, "sub_batch_size": 30, "epochs": 5, "lr_heads": 1e-3, "lr_backbone": 1e-4}
     chosen = BaselineSettings(CLUSTERS, **{**defaults, **settings})  # type: ignore[arg-type]
     backbone = copy.deepcopy(backbone)
     with torch.no_grad():
@@ -52,10 +46,8 @@ def linear_backbone() -> nn.Module:
 def predict(task: BaselineTask, head: nn.Module) -> Tensor:
     """Return the clusters (N,) of all points by backbone and head."""
     with torch.no_grad():
-        clusters: Tensor = head(task.backbone(task.plain(torch.arange(task.image_count), torch.Generator()))).argmax(
-            dim=1
-        )
-    return clusters
+        logits: Tensor = head(task.backbone(task.plain(torch.arange(task.image_count), torch.Generator())))
+    return logits.argmax(dim=1)
 
 
 def purity(clusters: Tensor, truth: Tensor) -> float:

@@ -10,11 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
+from cdc_plugin.comparison.baselines.loop import BaselineTask, build_random_heads, compute_features, train_epochs
 from cdc_plugin.core.losses import negative_entropy
-from cdc_plugin.core.random_streams import fork_rng, generator
-from cdc_plugin.models.heads import LayeredHead
 
 INSTANCE_DIM = 128
 INSTANCE_TEMPERATURE, CLUSTER_TEMPERATURE = 0.5, 1.0
@@ -23,11 +20,9 @@ INSTANCE_TEMPERATURE, CLUSTER_TEMPERATURE = 0.5, 1.0
 def train_cc(task: BaselineTask) -> nn.Module:
     """Train by L = L_ins + L_clu (Eq. 7) and return the cluster head, whose softmax CC predicts with."""
     size = task.feature_dim
-    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
-        instance_head, cluster_head = (
-            LayeredHead([["linear", size, size], ["relu"], ["linear", size, outputs]]).to(task.device)
-            for outputs in (INSTANCE_DIM, task.settings.clusters)
-        )
+    outputs = (INSTANCE_DIM, task.settings.clusters)
+    heads = build_random_heads(task, [[["linear", size, size], ["relu"], ["linear", size, each]] for each in outputs])
+    instance_head, cluster_head = heads
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         first, second = (compute_features(task, task.strong(rows, randomness)) for _ in range(2))
@@ -35,7 +30,7 @@ def train_cc(task: BaselineTask) -> nn.Module:
         cluster = cluster_contrast(cluster_head(first), cluster_head(second), CLUSTER_TEMPERATURE)
         return {"loss": instance + cluster, "instance_loss": instance, "cluster_loss": cluster}
 
-    train_epochs(task, nn.ModuleList([instance_head, cluster_head]), step)
+    train_epochs(task, heads, step)
     return cluster_head
 
 
@@ -62,9 +57,6 @@ def cluster_contrast(first: Tensor, second: Tensor, temperature: float) -> Tenso
 
     A column says how much every image of the batch belongs to one cluster. Without the entropies, one per view,
     most images could end up in a single cluster.
-
-    Args:
-        first, second: (b, C) logits of the same images in two views.
     """
     contrast = pair_contrast(F.softmax(first, dim=1).T, F.softmax(second, dim=1).T, temperature)
     return contrast + negative_entropy(first) + negative_entropy(second)

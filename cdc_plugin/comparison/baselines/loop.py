@@ -1,39 +1,93 @@
-"""What all baselines share: the optimiser, its schedule and the loop over epochs, with as many steps as CDC takes.
+"""What every baseline is given and shares: the backbone, images, views, rates and steps of CDC, and no label.
 
-How a baseline uses it::
-
-    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
-        head = LayeredHead([...]).to(task.device)          # the same weights for the same seed
-
-    def step(rows, randomness):                            # one sub-batch: (b,) image indices, on the CPU
-        features = compute_features(task, task.weak(rows, randomness))
-        return {"loss": some_loss(head(features)), "selected": share}
-
-    means = train_epochs(task, head, step)                 # of the last epoch; modules are in eval mode
+A baseline builds heads by `build_random_heads` and gives `train_epochs` a function that returns the loss of a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import (
-    BaselineSettings,
-    BaselineTask,
-    count_steps,
-    shuffle_batches,
-    split_batch,
-)
-from cdc_plugin.config.resolve import batch_sizes
-from cdc_plugin.core.random_streams import fork_rng
+from cdc_plugin.config.resolve import batch_sizes, count_sub_batches
+from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import ConfigError
+from cdc_plugin.models.heads import LayeredHead
 from cdc_plugin.training.runtime import autocast, lr_multiplier
 
+MakeView = Callable[[Tensor, torch.Generator], Tensor]
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
+
+# Purposes of random numbers, beside those of a CDC run (below 10): order of images, their views, weights.
+ORDER, VIEWS, WEIGHTS = 11, 12, 13
+
+
+@dataclass(frozen=True)
+class BaselineSettings:
+    """The settings of a CDC run that a baseline shares, under the same names."""
+
+    clusters: int
+    epochs: int
+    batch_size: int
+    sub_batch_size: int
+    lr_heads: float
+    lr_backbone: float
+    schedule: str = "cosine"
+    precision: str = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BaselineTask:
+    """One training of a baseline.
+
+    Args:
+        backbone: trained in place; ``nn.Identity`` if it is frozen, and the views are features then.
+        feature_dim: D.
+        image_count: N.
+        plain, weak, strong: map image indices (b,) to the input of the backbone (b, ...), on the device.
+        features: (N, D) of the plain views before training, on the device.
+        after_epoch: called with the mean losses of every epoch.
+    """
+
+    backbone: nn.Module
+    feature_dim: int
+    image_count: int
+    plain: MakeView
+    weak: MakeView
+    strong: MakeView
+    features: Tensor
+    settings: BaselineSettings
+    device: torch.device
+    after_epoch: Callable[[dict[str, float]], None]
+
+
+def build_random_heads(task: BaselineTask, layers: list[list[list[Any]]]) -> nn.ModuleList:
+    """Return a head for each list of layers, with the same weights for the same seed."""
+    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
+        return nn.ModuleList([LayeredHead(each) for each in layers]).to(task.device)
+
+
+def shuffle_batches(task: BaselineTask, epoch: int) -> Iterator[tuple[Tensor, torch.Generator]]:
+    """Yield the batches (b,) of an epoch in random order, each with a generator for its views."""
+    seed = task.settings.seed
+    order = torch.randperm(task.image_count, generator=generator(seed, ORDER, epoch))
+    for number, rows in enumerate(order.split(batch_sizes(task.image_count, task.settings.batch_size))):
+        yield rows, generator(seed, VIEWS, epoch, number)
+
+
+def split_batch(rows: Tensor, settings: BaselineSettings) -> tuple[Tensor, ...]:
+    """Split a batch into near-equal sub-batches."""
+    return rows.tensor_split(count_sub_batches(len(rows), settings.sub_batch_size))
+
+
+def count_steps(sizes: list[int], settings: BaselineSettings) -> int:
+    """Return the number of sub-batches in batches of the given sizes."""
+    return sum(count_sub_batches(size, settings.sub_batch_size) for size in sizes)
 
 
 def train_epochs(task: BaselineTask, heads: nn.Module, step: Step) -> dict[str, Tensor]:

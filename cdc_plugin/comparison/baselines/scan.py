@@ -8,12 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
+from cdc_plugin.comparison.baselines.loop import BaselineTask, build_random_heads, compute_features, train_epochs
 from cdc_plugin.core.agreement import nearest_neighbours
 from cdc_plugin.core.losses import negative_entropy
-from cdc_plugin.core.random_streams import fork_rng, generator
-from cdc_plugin.models.heads import LayeredHead
 
 # SCAN's numbers. Its code trains ten heads on ImageNet and one on smaller sets; they cost next to nothing, so
 # there are always ten here.
@@ -35,9 +32,7 @@ def train_scan(task: BaselineTask) -> nn.Module:
     """
     settings = task.settings
     neighbours = nearest_neighbours(task.features, NEIGHBOURS).cpu()
-    with fork_rng(generator(settings.seed, WEIGHTS), task.device):
-        random_heads = [LayeredHead([["linear", task.feature_dim, settings.clusters]]) for _ in range(HEADS)]
-    heads = nn.ModuleList(random_heads).to(task.device)
+    heads = build_random_heads(task, [[["linear", task.feature_dim, settings.clusters]]] * HEADS)
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         drawn = torch.randint(neighbours.shape[1], (len(rows),), generator=randomness)
@@ -86,11 +81,7 @@ def train_self_label(task: BaselineTask, head: nn.Module) -> nn.Module:
 
 
 def consistency_loss(logits: Tensor, neighbour_logits: Tensor) -> Tensor:
-    """Compute the first term of SCAN's Eq. 2: minus the mean log of <p(x), p(neighbour)>.
-
-    Args:
-        logits, neighbour_logits: (b, C) of images and of one neighbour each.
-    """
+    """Compute the first term of SCAN's Eq. 2 from (b, C) logits: minus the mean log of <p(x), p(neighbour)>."""
     # By logsumexp: finite, with a gradient, where the product underflows to 0 (SCAN's code cuts at -100).
     log_products = F.log_softmax(logits, dim=1) + F.log_softmax(neighbour_logits, dim=1)
     return -log_products.logsumexp(dim=1).mean()
@@ -109,8 +100,7 @@ def balanced_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tens
 
     Args:
         logits: (b, C) of the strong views.
-        labels: (b,) pseudo-labels.
-        mask: (b,) which of them are trusted.
+        labels, mask: (b,) pseudo-labels, and which of them are trusted.
     """
     losses = F.cross_entropy(logits, labels, reduction="none")
     trusted = mask.to(losses.dtype)

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from cdc_plugin.comparison.baselines.loop import compute_features, train_epochs
-from cdc_plugin.comparison.baselines.task import WEIGHTS, BaselineTask
+from cdc_plugin.comparison.baselines.loop import WEIGHTS, BaselineTask, compute_features, train_epochs
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.prototypes import STARTS
 from cdc_plugin.core.random_streams import fork_rng, generator
@@ -124,7 +123,6 @@ def stable_center_loss(cosines: Tensor, labels: Tensor, temperature: float) -> T
 
     Args:
         cosines: (b, C) of points without gradient and centres with.
-        labels: (b,) cluster of every point.
     """
     own = F.one_hot(labels, cosines.shape[1]).bool()
     return F.cross_entropy(torch.where(own, cosines, cosines.detach()) / temperature, labels)
@@ -140,7 +138,6 @@ def representation_loss(
     Args:
         first, second: (b, C) cosines of two views, with gradient, to the centres at the start of the epoch.
         labels: (b,) clusters at the start of the epoch.
-        label_weight: τ.
     """
     hard = label_weight * F.one_hot(labels, first.shape[1])
     losses = [
@@ -175,13 +172,7 @@ def assign_by_size(cosines: Tensor, duals: Tensor) -> Tensor:
 
 
 def update_duals(duals: Tensor, labels: Tensor, least_share: float, rate: float) -> Tensor:
-    """Take a step of dual ascent: a cluster with less than its minimum share of the batch becomes more attractive.
-
-    Args:
-        duals: (C,) at least 0.
-        labels: (b,) clusters of the batch.
-        least_share: lower bound of a cluster's share of the points.
-    """
+    """Take a step of dual ascent: a cluster with less than its minimum share of the batch becomes more attractive."""
     share = torch.bincount(labels, minlength=len(duals)) / len(labels)
     return (duals + rate * (least_share - share)).clamp(min=0)
 

@@ -6,25 +6,23 @@ whole network under a fixed threshold, as in `baselines.scan.train_self_label` a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import BaselineOptimizer, compute_features, end_epoch
-from cdc_plugin.comparison.baselines.task import (
-    WEIGHTS,
+from cdc_plugin.comparison.baselines.loop import (
+    BaselineOptimizer,
     BaselineTask,
     MakeView,
+    build_random_heads,
+    compute_features,
     count_steps,
+    end_epoch,
     shuffle_batches,
     split_batch,
 )
 from cdc_plugin.config.resolve import batch_sizes
-from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import ConfigError
-from cdc_plugin.models.heads import LayeredHead
 
 # From SPICE's code: heads, and how often the samples of a batch are trained on before labels are computed again.
 HEADS, REPEATS = 10, 8
@@ -38,11 +36,8 @@ def train_spice(task: BaselineTask) -> nn.Module:
     the last epoch and not after any. SPICE predicts with the softmax of its logits.
     """
     settings, dim = task.settings, task.feature_dim
-    layers: list[list[Any]] = [["linear", dim, dim], ["relu"], ["linear", dim, settings.clusters]]
-    with fork_rng(generator(settings.seed, WEIGHTS), task.device):
-        heads = nn.ModuleList([LayeredHead(layers) for _ in range(HEADS)]).to(task.device)
+    heads = build_random_heads(task, [[["linear", dim, dim], ["relu"], ["linear", dim, settings.clusters]]] * HEADS)
     task.backbone.eval()
-
     sizes = batch_sizes(task.image_count, settings.batch_size)
     steps = REPEATS * count_steps([size // settings.clusters * settings.clusters for size in sizes], settings)
     optimizer = BaselineOptimizer(settings, task.device, settings.epochs * steps, heads)
@@ -120,9 +115,5 @@ def double_softmax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Compute SPICE's cross-entropy of the softmax *of the probabilities*: its gradient lasts until they are 0 and 1.
 
     The smallest value, where every prediction is right and sure, is log(1 + (C - 1) / e).
-
-    Args:
-        logits: (b, C).
-        labels: (b,).
     """
     return F.cross_entropy(F.softmax(logits, dim=1), labels)

@@ -79,30 +79,28 @@ def test_a_cell_of_cdc_is_the_run_that_the_stage_makes(everything, tiny_checkpoi
         assert row["figures"] == report.metrics["after"][head]
 
 
-def test_a_restart_repeats_no_finished_cell_and_runs_the_others(tiny_checkpoint, images, tmp_path, monkeypatch):
-    out, run = tmp_path / "grid", []
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """The methods of the cells that were run."""
+    names: list[str] = []
     original = grids.run_cell
-    monkeypatch.setattr(grids, "run_cell", lambda cell, *rest: (run.append(cell.path.name), original(cell, *rest)))
-    first = compare(tiny_checkpoint, images, "kmeans,cdc", out)
-    assert len(run) == 2
-    again = compare(tiny_checkpoint, images, "kmeans,cdc", out)
-    assert len(run) == 2
+    monkeypatch.setattr(grids, "run_cell", lambda cell, *rest: (names.append(cell.method.name), original(cell, *rest)))
+    return names
+
+
+def test_a_restart_repeats_no_finished_cell_and_runs_the_others(tiny_checkpoint, images, tmp_path, ran):
+    first, again = (compare(tiny_checkpoint, images, "kmeans,cdc", tmp_path / "grid") for _ in range(2))
+    assert ran == ["kmeans", "cdc"]
     assert again.rows == first.rows
-    more = compare(tiny_checkpoint, images, "kmeans,cdc,single-head", out, seeds=2)
-    assert len(run) == 6
+    more = compare(tiny_checkpoint, images, "kmeans,cdc,single-head", tmp_path / "grid", seeds=2)
+    assert len(ran) == 6
     assert [row.seeds for row in more.rows] == [2, 2, 2, 2]
 
 
-def test_a_second_stage_runs_its_first_again_only_where_the_model_is_gone(
-    tiny_checkpoint, images, tmp_path, monkeypatch
-):
-    out, run = tmp_path / "grid", []
-    original = grids.run_cell
-    monkeypatch.setattr(grids, "run_cell", lambda cell, *rest: (run.append(cell.method.name), original(cell, *rest)))
-    compare(tiny_checkpoint, images, "scan2", out)
-    compare(tiny_checkpoint, images, "scan3", out)
-    compare(tiny_checkpoint, images, "scan3", out)
-    assert run == ["scan2", "scan2", "scan3"]
+def test_a_second_stage_runs_its_first_again_only_where_the_model_is_gone(tiny_checkpoint, images, tmp_path, ran):
+    for method in ("scan2", "scan3", "scan3"):
+        compare(tiny_checkpoint, images, method, tmp_path / "grid")
+    assert ran == ["scan2", "scan2", "scan3"]
 
 
 def test_all_methods_of_a_seed_start_from_the_same_heads_and_views(everything):
@@ -114,9 +112,8 @@ def test_all_methods_of_a_seed_start_from_the_same_heads_and_views(everything):
 
 
 def test_a_frozen_backbone_computes_its_views_once(tiny_checkpoint, images, tmp_path):
-    compared = compare(
-        tiny_checkpoint, images, "cdc,scan2,scan3,spice,cc,secu", tmp_path / "grid", freeze_backbone=True
-    )
+    methods = "cdc,scan2,scan3,spice,cc,secu"
+    compared = compare(tiny_checkpoint, images, methods, tmp_path / "grid", freeze_backbone=True)
     assert compared.failures == {}
     assert not list((tmp_path / "grid" / "shared").glob("*/views-*"))  # they can be large
 

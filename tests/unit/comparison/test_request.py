@@ -3,24 +3,24 @@
 import pytest
 
 from cdc_plugin.comparison.methods import find_method
-from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe, table_names, table_summary
-from cdc_plugin.config.recipes import recipe_names
+from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe
+from cdc_plugin.config.recipes import recipe_names, recipe_summary
 from cdc_plugin.errors import ConfigError
 
-PAPER = ["tables/ablation", "tables/k-b-sweep", "tables/main", "tables/ood", "tables/retrofit", "tables/selection"]
+PAPER = ["ablation", "k-b-sweep", "main", "ood", "retrofit", "selection"]
 
 
 def test_there_is_a_recipe_for_every_kind_of_table_in_the_paper():
-    assert table_names() == PAPER
+    assert recipe_names("tables") == PAPER
 
 
 @pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("full", [False, True])
 def test_every_shipped_recipe_can_be_run(name, full):
-    recipe = read_table_recipe(name, full)
+    recipe = read_table_recipe(f"tables/{name}", full)
     assert [find_method(method) for method in recipe.methods]
     assert recipe.title
-    assert table_summary(name)
+    assert recipe_summary(name, "tables")
     assert set(recipe.sets) <= set(recipe_names())
     assert bool(recipe.sets) is full
     assert recipe.seeds >= 3
@@ -38,11 +38,11 @@ def test_another_recipe_is_read_from_a_file(tmp_path):
     ("content", "words"),
     [
         ("methods: [cdc]\nseed: 3\n", "did you mean seeds"),
-        ("clusters: 10\n", "'methods' among them"),
+        ("clusters: 10\n", "names no 'methods'"),
         ("methods: cdc\n", "methods takes a list"),
         ("methods: [cdc]\nseeds: many\n", "seeds takes a whole number"),
         ("methods: [cdc\n", "not valid YAML"),
-        ("- cdc\n", "'methods' among them"),
+        ("- cdc\n", "expected keys and values"),
     ],
 )
 def test_a_wrong_recipe_says_what_is_wrong(tmp_path, content, words):
@@ -53,7 +53,7 @@ def test_a_wrong_recipe_says_what_is_wrong(tmp_path, content, words):
 
 
 def test_an_unknown_recipe_names_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'tables/main'"):
+    with pytest.raises(ConfigError, match="did you mean 'main'"):
         read_table_recipe("tables/mian", full=False)
 
 

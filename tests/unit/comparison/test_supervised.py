@@ -9,7 +9,7 @@ from scipy.optimize import minimize_scalar
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.task import BaselineTask
+from cdc_plugin.comparison.baselines.loop import BaselineTask
 from cdc_plugin.comparison.supervised import (
     LARGEST,
     SMALLEST,
@@ -80,20 +80,13 @@ def test_the_linear_classifier_leaves_the_backbone_alone_and_takes_its_raw_featu
 
 
 @BOTH
-def test_labels_outside_the_labelled_rows_are_not_read(train):
+def test_labels_outside_the_labelled_rows_are_not_read_and_numbers_of_classes_may_have_gaps(train):
     _, labels = build_task()
-    hidden = labels.clone()
+    hidden = 10 * labels - 4
     hidden[REPORTED] = 77
     first, second = (train(build_task()[0], known, LABELLED) for known in (labels, hidden))
+    assert second.clusters == 3
     assert torch.equal(first[0].weight, second[0].weight)
-
-
-@BOTH
-def test_numbers_of_classes_may_have_gaps(train):
-    _, labels = build_task()
-    head, gaps = (train(build_task()[0], numbers, LABELLED) for numbers in (labels, 10 * labels - 4))
-    assert gaps.clusters == 3
-    assert torch.equal(gaps[0].weight, head[0].weight)
 
 
 @BOTH
@@ -183,14 +176,6 @@ def test_temperature_heals_overconfidence_on_rows_it_has_not_seen_and_moves_no_i
     assert np.array_equal(calibrate_by_temperature(probs, torch.from_numpy(hidden), labelled), new)
 
 
-def test_temperature_is_that_of_the_matched_columns():
-    probs, labels = overconfident(300)
-    columns = torch.tensor([{30: 0, 10: 1, 40: 2, 20: 3}[label] for label in labels.tolist()])
-    logits = torch.from_numpy(probs).double().log()
-    expected = F.softmax(logits / fit_temperature(logits, columns), dim=1).numpy()
-    assert np.allclose(calibrate_by_temperature(probs, labels, torch.arange(300)), expected)
-
-
 @pytest.mark.parametrize("merged", [20, 50])
 def test_classes_may_be_fewer_or_more_than_clusters(merged):
     probs, labels = overconfident()
@@ -226,12 +211,6 @@ def by_scipy(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return math.exp(minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x)
 
 
-def test_the_temperature_by_hand():
-    # Four samples sure at 9 : 1 (logit 2 log 3), three of them right: best is 3 : 1 = 9^(1/2), thus T = 2.
-    logits = torch.tensor([[math.log(9), 0.0]] * 4)
-    assert fit_temperature(logits, torch.tensor([0, 0, 1, 0])) == pytest.approx(2.0, rel=1e-6)
-
-
 def test_a_label_without_a_column_counts_as_an_even_target_by_hand():
     # One right and one even sample want a mean of 3/4 for the first column: again T = 2.
     logits = torch.tensor([[math.log(9), 0.0]] * 2)
@@ -246,12 +225,6 @@ def test_the_temperature_is_that_of_a_general_search(factor, seed):
     assert fit_temperature(factor * logits, labels) == pytest.approx(by_scipy(factor * logits, labels), rel=1e-5)
 
 
-def test_overconfident_logits_are_brought_back():
-    logits, labels = draw_samples()
-    assert fit_temperature(logits, labels) == pytest.approx(1.0, abs=0.05)
-    assert fit_temperature(5 * logits, labels) == pytest.approx(5.0, abs=0.25)
-
-
 def test_the_temperature_grows_with_the_logits_and_takes_no_notice_of_shifts_or_order():
     logits, labels = draw_samples(200)
     temperature = fit_temperature(logits, labels)
@@ -260,29 +233,15 @@ def test_the_temperature_grows_with_the_logits_and_takes_no_notice_of_shifts_or_
     assert fit_temperature(logits.flip(0), labels.flip(0)) == pytest.approx(temperature)
 
 
-def test_the_likelihood_never_falls():
-    for seed in range(5):
-        logits, labels = draw_samples(12, seed=seed)
-        before = F.cross_entropy(logits, labels)
-        assert F.cross_entropy(logits / fit_temperature(logits, labels), labels) <= before + 1e-12
-
-
-def test_all_right_and_all_wrong_stay_within_bounds():
+def test_all_right_all_wrong_huge_and_empty_logits_stay_within_bounds():
     logits = 3 * torch.eye(3)
+    huge = torch.tensor([[1e4, -1e4], [1e4, -1e4], [-1e4, 1e4]])
+    assert SMALLEST <= fit_temperature(huge, torch.tensor([0, 1, 1])) <= LARGEST
+    assert fit_temperature(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])) == 1.0
     assert fit_temperature(0.3 * logits, torch.arange(3)) == pytest.approx(SMALLEST)
     assert SMALLEST <= fit_temperature(100 * logits, torch.arange(3)) <= 1  # nothing to gain beyond
     assert fit_temperature(logits, torch.tensor([1, 2, 0])) == pytest.approx(LARGEST)
     assert fit_temperature(logits, torch.tensor([5, 5, 5])) == pytest.approx(LARGEST)
-
-
-def test_logits_that_say_nothing_are_left_alone():
-    assert fit_temperature(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])) == 1.0
-
-
-def test_huge_logits_give_a_finite_temperature():
-    logits = torch.tensor([[1e4, -1e4], [1e4, -1e4], [-1e4, 1e4]])
-    temperature = fit_temperature(logits, torch.tensor([0, 1, 1]))
-    assert SMALLEST <= temperature <= LARGEST
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,3 @@ def test_outside_data_add_columns_under_short_names():
 def test_outside_data_of_the_same_name_keep_their_paths():
     (row,) = collect([with_outside("one/x.npz", "two/x.npz")], ["a"])
     assert {"AUROC one/x.npz", "AUROC two/x.npz"} < set(row.values)
-
-
-def test_no_record_gives_no_row():
-    assert collect([], ["cdc"]) == []

@@ -11,13 +11,13 @@ from cdc_plugin.report.charts import (
     Frame,
     caution_chart,
     cluster_chart,
-    cluster_means,
     reliability_diagram,
     right_wrong_histogram,
     round_ticks,
     tag,
     training_charts,
 )
+from cdc_plugin.report.page_data import ClusterFigures
 
 
 def elements(drawing: str, name: str, class_: str | None = None) -> list[ElementTree.Element]:
@@ -40,22 +40,17 @@ def figures(accuracy: list[float | None], confidence: list[float | None], count:
     return {"bins": bins, "ACC": 0.5, "CONF": 0.9, "ECE": 0.4, **more}
 
 
-def test_a_too_confident_bin_shows_its_accuracy_and_a_hatched_gap_up_to_what_was_stated():
-    drawing = reliability_diagram("head", figures([None, 0.5], [None, 0.9], [0, 4]))
-    [bar], [gap] = elements(drawing, "rect", "bar"), elements(drawing, "rect", "over")
-    assert place(bar, "height") == pytest.approx(0.5 * 262)
-    assert place(gap, "height") == pytest.approx(0.4 * 262)
+@pytest.mark.parametrize(
+    ("right", "stated", "kind", "other"), [(0.5, 0.9, "over", "under"), (0.9, 0.6, "under", "over")]
+)
+def test_between_accuracy_and_stated_confidence_a_bin_is_hatched(right, stated, kind, other):
+    drawing = reliability_diagram("head", figures([None, right], [None, stated], [0, 4]))
+    [bar], [gap], [end] = (elements(drawing, "rect", name) for name in ("bar", kind, "end"))
+    assert place(bar, "height") == pytest.approx(min(right, stated) * 262)
+    assert place(gap, "height") == pytest.approx(abs(right - stated) * 262)
     assert place(gap, "y") + place(gap, "height") == pytest.approx(place(bar, "y"))
-    assert not elements(drawing, "rect", "under")
-
-
-def test_a_too_cautious_bin_is_hatched_below_its_accuracy():
-    drawing = reliability_diagram("head", figures([None, 0.9], [None, 0.6], [0, 4]))
-    [bar], [gap], [end] = (elements(drawing, "rect", name) for name in ("bar", "under", "end"))
-    assert place(bar, "height") == pytest.approx(0.6 * 262)
-    assert place(gap, "height") == pytest.approx(0.3 * 262)
-    assert place(end, "y") + 1 == pytest.approx(place(gap, "y"))
-    assert not elements(drawing, "rect", "over")
+    assert place(end, "y") + 1 == pytest.approx(place(bar if kind == "over" else gap, "y"))
+    assert not elements(drawing, "rect", other)
 
 
 def test_the_mean_lines_lie_where_accuracy_and_confidence_are():
@@ -91,16 +86,11 @@ def test_right_and_wrong_are_each_a_share_of_their_own_group():
     assert sum(right) == pytest.approx(sum(wrong))
     middle = place(elements(drawing, "rect", "right")[0], "y") + right[0]
     assert all(place(bar, "y") == pytest.approx(middle) for bar in elements(drawing, "rect", "wrong"))
+    assert "wrong: 0" in right_wrong_histogram("head", {"histogram": {"right": [0, 3], "wrong": [0, 0]}})
 
 
-def test_a_histogram_without_any_wrong_image_is_drawn():
-    drawing = right_wrong_histogram("head", {"histogram": {"right": [0, 3], "wrong": [0, 0]}})
-    assert "wrong: 0" in drawing
-    assert not elements(drawing, "rect", "wrong")
-
-
-def test_caution_shows_running_means_of_confidence_and_of_truth():
-    drawing = caution_chart([0.8, 1.0], np.array([False, True]))
+def test_caution_shows_the_running_mean_of_confidence_and_the_measured_accuracy():
+    drawing = caution_chart(np.array([0.8, 1.0]), [(0.5, 1.0), (1.0, 0.5)])
     expected, measured = points(drawing, "expected"), points(drawing, "measured")
     frame = Frame(44, 12, 262, 170, y_low=0.5, y_high=1.0)  # half of the images is right in the end
     assert expected == [
@@ -144,11 +134,8 @@ def test_ticks_of_a_constant_surround_it_and_nan_is_refused():
         round_ticks(0.0, float("nan"))
 
 
-def test_training_without_epochs_has_no_charts():
-    assert training_charts([]) == []
-
-
 def test_one_epoch_is_a_dot_and_several_are_a_line():
+    assert training_charts([]) == []
     [(_, one)] = training_charts([{"epoch": 1, "confidence": 0.5}])
     assert len(elements(one, "circle", "dot")) == 1
     [(title, three)] = training_charts([{"epoch": number, "confidence": number / 4} for number in (1, 2, 3)])
@@ -163,15 +150,9 @@ def test_numbers_that_an_epoch_lacks_or_that_are_not_finite_are_left_out():
     assert "From 25 in epoch 3" in drawing
 
 
-def test_means_of_clusters_and_none_for_an_empty_one():
-    sizes, means = cluster_means(np.array([0, 2, 2]), np.array([0.5, 0.6, 0.8]), 3)
-    assert sizes == [1, 0, 2]
-    assert means == [0.5, None, pytest.approx(0.7)]
-
-
 @pytest.mark.parametrize("clusters", [1, 2, 37, 200, 1000])
 def test_every_cluster_has_its_two_bars_within_the_width_and_labels_have_room(clusters):
-    drawing = cluster_chart([5] * clusters, [0.5] * clusters)
+    drawing = cluster_chart([ClusterFigures(5, 0.5)] * clusters)
     bars = elements(drawing, "rect")
     assert len(bars) == 2 * clusters
     assert all(place(bar, "x") >= 0 and place(bar, "x") + place(bar, "width") <= 100.001 for bar in bars)
@@ -181,5 +162,5 @@ def test_every_cluster_has_its_two_bars_within_the_width_and_labels_have_room(cl
 
 
 def test_an_empty_cluster_has_no_bar_of_confidence():
-    drawing = cluster_chart([4, 0], [0.5, None])
+    drawing = cluster_chart([ClusterFigures(4, 0.5), ClusterFigures(0)])
     assert len(elements(drawing, "rect", "density")) == 1

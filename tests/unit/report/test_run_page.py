@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from datetime import date
-from html.parser import HTMLParser
 from importlib.resources import files
 
 import numpy as np
@@ -14,51 +13,18 @@ import pytest
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
 from cdc_plugin.evaluation.report_record import measure_head, run_record
-from cdc_plugin.report.models_page import render_comparison, write_comparison
-from cdc_plugin.report.page_data import ComparedModel, PageData
-from cdc_plugin.report.run_page import page_of_run, render_page, write_page
-from cdc_plugin.report.words import outlier_words, percent
+from cdc_plugin.report.models_page import render_comparison
+from cdc_plugin.report.page_data import PageData
+from cdc_plugin.report.run_page import collect_page, measure_clusters, render_page
+from cdc_plugin.report.words import describe_outliers, percent
+from tests.helpers.html_page import Page
 
-VOID = {"meta", "link", "img", "br", "hr"}
 SCORES = {"AUROC": 0.9, "FPR95": 0.2, "AUPR": 0.8}
 HOSTILE = "<script>alert('x')</script>\" onload=\"x()"
 
 
-class Page(HTMLParser):
-    """Reads a page: tags must be balanced; keeps text, ids, links and everything that could be fetched."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text, self.ids, self.tags = "", [], []
-        self.links: list[str] = []
-        self.fetched: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        self.tags.append(tag)
-        assert not any(name.startswith("on") for name in given), given
-        self.ids += [given["id"]] if "id" in given else []
-        target = given.get("src") or given.get("href")
-        if target is not None:
-            (self.links if tag == "a" else self.fetched).append(target)
-        if tag not in VOID and not self.get_starttag_text().endswith("/>"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data.replace("\u00a0", " ") if "style" not in self.open else ""
-
-
 @pytest.fixture
-def findings(digits) -> PageData:
+def data(digits) -> PageData:
     pixels, labels = digits
     random = np.random.default_rng(0)
     logits = random.normal(size=(200, 10)) + 4 * np.eye(10)[labels]
@@ -81,163 +47,172 @@ def findings(digits) -> PageData:
     )
 
 
-def page_of(findings: PageData) -> Page:
-    return Page(render_page(findings, date(2025, 1, 2)))
+def page_of(data: PageData) -> Page:
+    return Page(render_page(data))
 
 
-def unlabelled(findings: PageData) -> PageData:
-    figures = measure_head(findings.probs, None)
+def unlabelled(data: PageData) -> PageData:
+    figures = measure_head(data.probs, None)
     return replace(
-        findings,
-        images=replace(findings.images, labels=None),
+        data,
+        images=replace(data.images, labels=None),
         rows=[("k-means", {"cluster_sizes": [1]}, {"cluster_sizes": [1]}), ("clustering head", None, figures)],
         diagrams=[("clustering head", figures)],
     )
 
 
-def models(findings: PageData) -> list[ComparedModel]:
-    figures = measure_head(findings.probs, findings.images.labels)
-    worse = {**figures, "ACC": 0.1}
-    return [
-        ComparedModel("first", "cdc-refine", 10, [("calibration head", figures)], {"balance": 0.5}, findings.outside),
-        ComparedModel(HOSTILE, "SCAN", 10, [("clustering head", worse)], findings.label_free, []),
-    ]
+def record_of(name: str, figures: dict, **more: object) -> dict:
+    """The report.json of an evaluated model."""
+    data = {"data": "sets/digits", "images": 200, "classes": 10, "labels": True, "clusters": 10}
+    model = {"name": name, "writer": "SCAN", "path": None}
+    return {"model": model, "after": {"kmeans": {}, "model": figures}, "label_free": {}, "outside": [], **data, **more}
 
 
-def test_a_page_has_all_parts_and_every_link_leads_somewhere(findings):
-    page = page_of(findings)
-    assert len(page.ids) == len(set(page.ids))
-    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
+def test_a_page_has_all_parts(data):
+    page = page_of(data)
     wanted = {"summary", "quality", "figures", "reliability", "caution", "training", "clusters", "gallery", "outside"}
     assert wanted | {"settings"} <= set(page.ids)
-    for words in ("Take care.", "cdc-refine --clusters 10", "textures", "2025-01-02", "can’t tell without labels"):
+    for words in (
+        "Take care.",
+        "cdc-refine --clusters 10",
+        "textures",
+        date.today().isoformat(),
+        "can’t tell without labels",
+    ):
         assert words in page.text
 
 
-def test_an_empty_cluster_is_named_among_the_confused_but_not_linked(findings):
+def test_an_empty_cluster_is_named_among_the_confused_but_not_linked(data):
     # Every image leans a little towards a cluster that none is in.
-    probs = np.concatenate([0.8 * findings.probs, np.full((200, 1), 0.2, dtype=np.float32)], axis=1)
+    probs = np.concatenate([0.8 * data.probs, np.full((200, 1), 0.2, dtype=np.float32)], axis=1)
     probs[probs.argmax(axis=1) == 10, 10] = 0.01
     probs /= probs.sum(axis=1, keepdims=True)
-    page = page_of(replace(findings, probs=probs, table=build_prediction_table(findings.images.names, probs, probs)))
+    page = page_of(replace(data, probs=probs, table=build_prediction_table(data.images.names, probs, probs)))
     assert "and 10" in " ".join(page.text.split())
     assert "cluster-10" not in page.ids
-    assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
 
 
-def test_nothing_is_fetched_and_nothing_runs(findings):
-    text = render_page(findings, date.today())
-    page = Page(text)
-    assert "script" not in page.tags
+def test_nothing_is_fetched_and_nothing_runs(data):
+    page = page_of(data)
     assert all(target.startswith("data:") for target in page.fetched)
-    assert "default-src 'none'" in text
-    assert not re.search(r"https?://|@import|url\((?!#)", text)
+    assert "default-src 'none'" in page.html
+    assert not re.search(r"https?://|@import|url\((?!#)", page.html)
 
 
-def test_names_that_look_like_html_are_shown_as_they_are(findings):
+def test_names_that_look_like_html_are_shown_as_they_are(data):
     names = [f"{HOSTILE}{index}" for index in range(200)]
     hostile = replace(
-        findings,
+        data,
         title=HOSTILE,
         facts=[(HOSTILE, HOSTILE)],
-        rows=[(HOSTILE, None, findings.rows[0][2])],
-        diagrams=[(HOSTILE, findings.diagrams[0][1])],
-        images=replace(findings.images, names=names, class_names=[HOSTILE] * 10, skipped=[(HOSTILE, HOSTILE)]),
+        rows=[(HOSTILE, None, data.rows[0][2])],
+        diagrams=[(HOSTILE, data.diagrams[0][1])],
+        images=replace(data.images, names=names, class_names=[HOSTILE] * 10, skipped=[(HOSTILE, HOSTILE)]),
         label_free={"warnings": [{"kind": "x", "text": HOSTILE}]},
         settings=HOSTILE,
         command=HOSTILE,
         outside=[{"data": HOSTILE, "images": 1, "scores": {"distance": SCORES}}],
         old_model={"writer": HOSTILE, "agreement_after": 0.5},
     )
-    page = page_of(hostile)
-    assert "script" not in page.tags
-    assert page.text.count(HOSTILE) >= 10
+    assert page_of(hostile).text.count(HOSTILE) >= 10
 
 
-def test_what_was_noticed_during_training_is_told_there_and_pointed_at_in_short(findings):
+def test_what_was_noticed_during_training_is_told_there_and_pointed_at_in_short(data):
     noticed = [{"kind": "y", "text": f"After epoch {epoch}: shrinks.", "epoch": epoch} for epoch in (1, 3)]
     both = {"warnings": [{"kind": "x", "text": "Take care."}, *noticed]}
-    short, _, rest = page_of(replace(findings, label_free=both)).text.partition("Quality without labels")
+    short, _, rest = page_of(replace(data, label_free=both)).text.partition("Quality without labels")
     assert "Take care." in short
     assert "Training gave 2 warnings: see there." in short
     assert "After epoch" not in short
     assert rest.index("After epoch 1: shrinks.") < rest.index("After epoch 3: shrinks.")
-    one = page_of(replace(findings, label_free={"warnings": noticed[:1]})).text
+    one = page_of(replace(data, label_free={"warnings": noticed[:1]})).text
     assert "Training gave a warning: see there." in one
 
 
-def test_names_that_are_not_unicode_can_be_written(findings, tmp_path):
+def test_names_that_are_not_unicode_can_be_written(data):
     names = [f"caf\udce9 \x00 \ud800 {index}.png" for index in range(200)]
-    odd = replace(findings, title="\udcff", images=replace(findings.images, names=names, skipped=[(names[0], "\x1b")]))
-    write_page(tmp_path / "report.html", odd)
-    text = (tmp_path / "report.html").read_bytes().decode("utf-8")
+    odd = replace(data, title="\udcff", images=replace(data.images, names=names, skipped=[(names[0], "\x1b")]))
+    text = render_page(odd).encode("utf-8").decode("utf-8")
     assert "caf\ufffd" in text
     assert not re.search("[\x00\x1b\ud800-\udfff]", text)
 
 
-def test_a_page_without_labels_says_what_it_does_not_know(findings):
-    page = page_of(unlabelled(findings))
+def test_a_page_without_labels_says_what_it_does_not_know(data):
+    page = page_of(unlabelled(data))
     assert "whether they are right is known to labels alone" in page.text
     assert "Measured with the labels" not in page.text
     assert "accuracy:" not in page.text
     assert "k-means" not in page.text  # nothing of it was measured
 
 
-def test_runs_of_before_lack_figures_and_get_a_shorter_page(findings):
+def test_runs_of_before_lack_figures_and_get_a_shorter_page(data):
     old = {"ACC": 0.5, "CONF": 0.6}
     page = page_of(
-        replace(findings, rows=[("head", old, old)], diagrams=[("head", old)], label_free={}, history=[], settings=None)
+        replace(data, rows=[("head", old, old)], diagrams=[("head", old)], label_free={}, history=[], settings=None)
     )
     assert "figures" in page.ids
     assert not {"reliability", "training"} & set(page.ids)
 
 
-def test_many_clusters_are_folded_and_few_are_not(findings):
+def test_many_clusters_are_folded_and_few_are_not(data):
     probs = np.random.default_rng(0).dirichlet(np.full(50, 0.05), 200).astype(np.float32)
-    many = replace(findings, probs=probs, table=build_prediction_table(findings.images.names, probs, probs))
-    assert page_of(many).tags.count("details") > page_of(replace(findings, settings=None)).tags.count("details") + 1
+    many = replace(data, probs=probs, table=build_prediction_table(data.images.names, probs, probs))
+    assert page_of(many).tags.count("details") > page_of(replace(data, settings=None)).tags.count("details") + 1
 
 
-def test_of_many_unreadable_files_the_first_are_named_and_the_rest_counted(findings):
+def test_of_many_unreadable_files_the_first_are_named_and_the_rest_counted(data):
     skipped = [(f"broken {index}", "truncated") for index in range(230)]
-    page = page_of(replace(findings, images=replace(findings.images, skipped=skipped)))
+    page = page_of(replace(data, images=replace(data.images, skipped=skipped)))
     assert page.text.count("truncated") == 200
     assert "30 more are in report.json" in page.text
     assert "broken 199" in page.text
     assert "broken 200" not in page.text
 
 
-def test_a_broken_promise_is_called_one(findings):
+def test_a_broken_promise_is_called_one(data):
     sure = np.full((200, 2), (0.999, 0.001), dtype=np.float32)
-    half = replace(findings.images, labels=np.arange(200) % 2)
-    wrong = replace(findings, probs=sure, table=build_prediction_table(half.names, sure, sure), images=half)
+    half = replace(data.images, labels=np.arange(200) % 2)
+    wrong = replace(data, probs=sure, table=build_prediction_table(half.names, sure, sure), images=half)
     assert "50.0 % of all images are right; the promise is not kept" in page_of(wrong).text
-    assert "not kept" not in page_of(findings).text
+    assert "not kept" not in page_of(data).text
 
 
-def test_the_mark_can_be_seen_without_colour(findings):
-    assert f"✓ {percent(findings.rows[0][2]['ECE'])}".replace("\u00a0", " ") in page_of(findings).text
+def test_the_mark_can_be_seen_without_colour(data):
+    assert f"✓ {percent(data.rows[0][2]['ECE'])}".replace("\u00a0", " ") in page_of(data).text
 
 
-def test_flagged_outliers_are_counted(findings):
-    table = add_column(findings.table, "outlier", np.arange(200) < 5)
-    assert "5 of 200 images (2.5 %)" in page_of(replace(findings, table=table, outside=[])).text
-    assert outlier_words(findings.table) is None
+def test_flagged_outliers_are_counted(data):
+    table = add_column(data.table, "outlier", np.arange(200) < 5)
+    assert "5 of 200 images (2.5 %)" in page_of(replace(data, table=table, outside=[])).text
+    assert describe_outliers(data.table) is None
 
 
-def test_models_side_by_side(findings, tmp_path):
-    write_comparison(tmp_path / "report.html", "two models", [("images", "200")], models(findings))
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("names", "called"), [(["cat", "dog"], ["dog", "cat"]), (None, ["class 1", "class 0"])])
+def test_labels_name_clusters_and_say_how_many_are_right(data, names, called):
+    # The third cluster is left without a class, the fourth is empty.
+    probs = (np.eye(4)[[0, 0, 0, 1, 1, 2]] * 0.6 + 0.1).astype(np.float32)
+    images = replace(data.images, labels=np.array([1, 1, 0, 0, 0, 0]), class_names=names)
+    table = build_prediction_table(list("abcdef"), probs, probs)
+    correct = np.array([True, True, False, True, True, False])
+    figures = measure_clusters(replace(data, probs=probs, table=table, images=images), correct)
+    assert [each.size for each in figures] == [3, 2, 1, 0]
+    assert [each.confidence for each in figures] == [pytest.approx(0.7)] * 3 + [None]
+    assert [each.class_name for each in figures] == [*called, None, None]
+    assert [each.accuracy for each in figures] == [2 / 3, 1.0, None, None]
+
+
+def test_models_side_by_side(data):
+    figures = measure_head(data.probs, data.images.labels)
+    first = record_of("first", figures, label_free={"balance": 0.5}, outside=data.outside)
+    other = record_of(HOSTILE, {**figures, "ACC": 0.1}, label_free=data.label_free)
+    page = Page(render_comparison([first, other]))
     assert {"figures", "reliability", "quality", "outside"} <= set(page.ids)
-    assert HOSTILE in page.text
-    assert "script" not in page.tags
-    assert "Take care." in page.text
+    for words in ("digits: first, ", HOSTILE, "Take care.", "balance of the sizes", "expected accuracy"):
+        assert words in page.text
 
 
-def test_a_comparison_without_labels_and_outside_data(findings):
-    figures = measure_head(findings.probs, None)
-    found = [ComparedModel("a", "cdc-refine", 10, [("head", figures)], {}, [])]
-    page = Page(render_comparison("x", [], found, date.today()))
+def test_a_comparison_without_labels_and_outside_data(data):
+    page = Page(render_comparison([record_of("a", measure_head(data.probs, None), labels=False)]))
     assert "no accuracy and no calibration error" in page.text
     assert "outside" not in page.ids
 
@@ -274,7 +249,7 @@ def run_of(old_model=None) -> PageData:
     metrics = run_record(images, clusters=2, epochs=2, seed=0, seconds=3.0, **measured)
     table = build_prediction_table(images.names, PROBS, PROBS)
     history = [{"epoch": 1, "seconds": 60.0}, {"epoch": 2, "seconds": 65.2}]
-    return page_of_run(metrics, table, PROBS, images, history, backbone="moco.pth", settings="", command=None)
+    return collect_page(metrics, table, PROBS, images, history=history, backbone="moco.pth", settings="", command=None)
 
 
 def test_the_facts_count_all_epochs_and_what_could_not_be_read():

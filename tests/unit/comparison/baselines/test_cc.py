@@ -48,13 +48,6 @@ def test_two_orthogonal_pairs_by_hand():
     assert pair_contrast(rows, rows, 0.5).item() == pytest.approx(math.log((math.e**2 + 2) / math.e**2))
 
 
-def test_clear_and_even_clusters_by_hand():
-    # Columns (1, 0) and (0, 1) in both views, and two clusters of one image: entropy log 2 in each view.
-    logits = torch.tensor([[200.0, 0.0], [0.0, 200.0]])
-    expected = math.log((math.e + 2) / math.e) - 2 * math.log(2)
-    assert cluster_contrast(logits, logits, 1.0).item() == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0])
 def test_contrast_agrees_with_loops(temperature):
     first, second = random_pair()
@@ -84,19 +77,6 @@ def test_order_of_views_and_rows_and_their_norm_do_not_matter():
         cluster_contrast(first[order][:, clusters], second[order][:, clusters], 1.0),
         cluster_contrast(first, second, 1.0),
     )
-
-
-def test_one_cluster_for_all_images_is_worse_than_even_ones():
-    even = 9.0 * torch.eye(3).repeat(4, 1)
-    collapsed = torch.zeros(12, 3)
-    collapsed[:, 0] = 9.0
-    assert cluster_contrast(even, even, 1.0) < cluster_contrast(collapsed, collapsed, 1.0) - 1
-
-
-def test_gradients_agree_with_finite_differences():
-    first, second = (view.requires_grad_() for view in random_pair(4, 3))
-    assert torch.autograd.gradcheck(lambda a, b: pair_contrast(a, b, 0.5), (first, second))
-    assert torch.autograd.gradcheck(lambda a, b: cluster_contrast(a, b, 1.0), (first, second))
 
 
 def test_a_single_pair_has_nothing_to_be_contrasted_with():
