@@ -22,10 +22,11 @@ from cdc_plugin.training.batches import cached_view_features, cached_views, fres
 from cdc_plugin.training.collapse import detect_new, refuse_dead
 from cdc_plugin.training.distributed import SINGLE, init_distributed, was_restarted
 from cdc_plugin.training.features import head_probabilities
-from cdc_plugin.training.prepare import check_request, configure, initialise, prepare
+from cdc_plugin.training.prepare import check_request, initialise, prepare
 from cdc_plugin.training.progress import TrainingProgress, log, log_to, show_progress, write_history
 from cdc_plugin.training.recovery import explain_error, roll_back
 from cdc_plugin.training.refiner import NotFiniteError, Refiner
+from cdc_plugin.training.request import configure
 from cdc_plugin.training.resume import resume_run
 from cdc_plugin.training.run_folder import (
     CONFIG,

@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdc_plugin.cli.common import (
-    add_no_labels,
-    add_quiet,
-    add_settings,
-    collect_flags,
-    make_parser,
-    run_command,
-    start_log,
-)
+from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,14 +36,14 @@ key=value settings are those of cdc-refine and hold for all methods. Labels are 
 
 def compare_command(arguments: Sequence[str] | None = None) -> None:
     """Run ``cdc-compare``."""
-    run_command(
+    common.run_command(
         _compare, compare_parser(), arguments, "finished cells are kept, continue with the same command and --out"
     )
 
 
 def compare_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-compare``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-compare",
         "Run clustering methods side by side on your own images and checkpoint: CDC, its parts exchanged one by one, "
         "and its opponents, over several seeds. Writes tables and report.html.",
@@ -71,23 +63,23 @@ def compare_parser() -> argparse.ArgumentParser:
     )
     on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
     on.add_argument("--ood", nargs="+", default=[], metavar="PATH_OR_NAME", help="images of none of the clusters")
-    add_settings(on, "format", "arch")
-    add_no_labels(on)
+    common.add_settings(on, "format", "arch")
+    common.add_no_labels(on)
     on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
     how = parser.add_argument_group("how")
-    add_settings(how, "epochs", help="of every training (default: 60 %% of what cdc-refine takes, at least 10)")
-    add_settings(how, "freeze_backbone")
+    common.add_settings(how, "epochs", help="of every training (default: 60 %% of what cdc-refine takes, at least 10)")
+    common.add_settings(how, "freeze_backbone")
     how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one per core, on a GPU one)")
-    add_settings(how, "device")
+    common.add_settings(how, "device")
     how.add_argument("overrides", nargs="*", metavar="key=value", help="any setting of cdc-refine, for all methods")
     where = parser.add_argument_group("where the results go")
-    add_settings(where, "out")
+    common.add_settings(where, "out")
     where.add_argument("--overwrite", action="store_true", help="start again in --out")
     where.add_argument("--keep-models", action="store_true", help="keep every cell's model, for cdc-predict and others")
     other = parser.add_argument_group("other")
     other.add_argument("--list-methods", action="store_true", help="name all methods and stop")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
-    add_quiet(other, "table")
+    common.add_quiet(other, "table")
     return parser
 
 
@@ -110,7 +102,7 @@ def _compare(options: argparse.Namespace) -> None:
     methods = parse_methods(options.methods or list(recipe.methods))
     seeds = parse_seeds(options.seeds or str(recipe.seeds))
     sets = sets_of(options, recipe)
-    start_log(options.quiet)
+    common.start_log(options.quiet)
     from cdc_plugin.comparison.export import to_text
     from cdc_plugin.comparison.run import run_comparison
 
@@ -173,7 +165,7 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetReq
     from cdc_plugin.comparison.datasets import DatasetRequest
 
     several = ("backbone", "data", "clusters", "out")
-    flags = {name: value for name, value in collect_flags(options).items() if name not in several}
+    flags = {name: value for name, value in common.collect_flags(options).items() if name not in several}
     words = (*recipe.settings, *options.overrides)
     outside = tuple(options.ood) or recipe.outside
     if options.full and not options.data:

@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdc_plugin.cli.common import (
-    add_no_labels,
-    add_quiet,
-    add_settings,
-    describe_unreadable,
-    format_percent,
-    make_parser,
-    run_command,
-    start_log,
-)
+from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,29 +29,29 @@ BY = {"distance": "distance", "model": "confidence"}
 
 def evaluate_command(arguments: Sequence[str] | None = None) -> None:
     """Run ``cdc-evaluate``."""
-    run_command(_evaluate, evaluate_parser(), arguments)
+    common.run_command(_evaluate, evaluate_parser(), arguments)
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-evaluate``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-evaluate",
         "Report on a clustering model as it is: how good its clusters are, and whether its confidence is true. "
         "Writes report.html, report.json and predictions.csv.",
         EPILOG,
     )
-    parser.set_defaults(device="auto")
+    parser.set_defaults(device="auto", labels=True)
     parser.add_argument("--model", metavar="PATH", help="result folder of cdc-refine, or a clustering checkpoint")
     parser.add_argument("--compare", nargs="+", metavar="PATH", default=[], help="models to put side by side")
     parser.add_argument("--names", nargs="+", metavar="NAME", default=[], help="what to call the compared models")
-    add_settings(parser, "data", help="images (default: those that the model was refined on)")
+    common.add_settings(parser, "data", help="images (default: those that the model was refined on)")
     parser.add_argument(
         "--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help="images that belong to none of the clusters"
     )
-    add_no_labels(parser)
-    add_settings(parser, "format", "arch", "head", "device", "out")
+    common.add_no_labels(parser)
+    common.add_settings(parser, "format", "arch", "head", "device", "out")
     parser.add_argument("--overwrite", action="store_true", help="replace the report files in --out, no others")
-    add_quiet(parser)
+    common.add_quiet(parser)
     return parser
 
 
@@ -70,7 +61,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         raise ConfigError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
     if options.names and not options.compare:
         raise ConfigError("--names are for models that are compared; give these with --compare")
-    start_log(options.quiet)
+    common.start_log(options.quiet)
     from cdc_plugin.evaluation.evaluate import compare, evaluate
 
     names = ("data", "ood", "out", "overwrite", "head", "format", "arch", "labels", "device")
@@ -124,7 +115,7 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
         stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
         lines.append(f"warning: the model is over-confident: {stated}{_advice(metrics)}")
     if metrics["skipped"]:
-        lines.append(describe_unreadable(len(metrics["skipped"])))
+        lines.append(common.describe_unreadable(len(metrics["skipped"])))
     return lines
 
 
@@ -138,7 +129,6 @@ def _advice(metrics: dict[str, Any]) -> str:
 
 
 def _table(title: str, columns: Sequence[str], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    width = 2 + max(len(title), *(len(label) for label, _ in rows))
-    head = f"{title:{width}s}" + "".join(f"{name:>7s}" for name in columns)
-    cells = ["".join(f"{format_percent(figures.get(name)):>7s}" for name in columns) for _, figures in rows]
-    return [head, *(f"{label:{width}s}{line}" for (label, _), line in zip(rows, cells, strict=True))]
+    width = 2 + max(len(label) for label in (title, *(label for label, _ in rows)))
+    cells = [(label, [common.format_percent(figures.get(name)) for name in columns]) for label, figures in rows]
+    return common.format_table(title, columns, cells, width, 7)

@@ -26,8 +26,8 @@ from cdc_plugin.models import heads
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training import batches
 from cdc_plugin.training import refiner as engine
-from cdc_plugin.training.prepare import configure
 from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.request import configure
 
 EPOCH, NO_GRADIENT, FORWARD, BACKWARD, HEADS = "rest", "forwards without gradient", "forward", "backward", "heads"
 BACKBONE = (NO_GRADIENT, FORWARD, BACKWARD)

@@ -117,15 +117,11 @@ def load_pretrain_config(
         count_images: returns the size of the data, which decides the recipe whose values all of these overlay; not
             called if a shipped recipe is given.
     """
-
-    def infer(config: PretrainConfig) -> Any:
-        assert count_images is not None
-        return read_recipe(find_recipe(default_recipe(config.method, count_images(config)), "pretrain"))
-
     shipped = recipe is not None and find_recipe(recipe, "pretrain").parent == recipe_folder("pretrain")
-    config = load_config(
-        recipe, flags, overrides, None if shipped or count_images is None else infer, schema=PretrainConfig
-    )
+    config = load_config(recipe, flags, overrides, schema=PretrainConfig)
+    if count_images is not None and not shipped:
+        beneath = read_recipe(find_recipe(default_recipe(config.method, count_images(config)), "pretrain"))
+        config = load_config(recipe, flags, overrides, beneath, schema=PretrainConfig)
     if shipped and (stated := load_config(recipe, schema=PretrainConfig).method) != config.method:
         other = str(recipe).replace(stated, config.method)
         hint = f", or take {option('recipe', other)}" if other != str(recipe) else ""
