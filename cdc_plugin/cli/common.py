@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cdc_plugin import __version__
@@ -119,13 +119,11 @@ def set_up_process() -> None:
             mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+@contextlib.contextmanager
 def run_command(
-    action: Callable[[argparse.Namespace], None],
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    kept: str = "",
-) -> None:
-    """Run a command; what the user can mend becomes a message and exit code 2.
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, kept: str = ""
+) -> Iterator[argparse.Namespace]:
+    """Give the options to the body of a command; what the user can mend becomes a message and exit code 2.
 
     Args:
         kept: what remains of an interrupted run, and how to continue it.
@@ -136,7 +134,7 @@ def run_command(
     context = COMMAND_LINE.set(True)
     try:
         with ending_on_termination():
-            action(options)
+            yield options
     except (KeyboardInterrupt, Exception) as error:
         interruption = _find_interruption(error)
         if interruption is not None:

@@ -25,11 +25,6 @@ Needs lightly: pip install 'cdc-plugin[pretrain]'. Labels are never used.
 """
 
 
-def pretrain_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-pretrain``."""
-    common.run_command(_pretrain, pretrain_parser(), arguments, "finished epochs are kept, continue with --resume")
-
-
 def pretrain_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-pretrain``."""
     parser = common.make_parser(
@@ -57,18 +52,21 @@ def pretrain_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _pretrain(options: argparse.Namespace) -> None:
-    if options.list_recipes:
-        common.list_recipes("pretrain")
-        return
-    flags = common.collect_flags(options, PretrainConfig)
-    # Once before torch is imported, so that a mistyped setting is refused at once.
-    load_pretrain_config(options.recipe, flags, options.overrides)
-    common.start_log(options.quiet)
-    from cdc_plugin.training.pretext.run import pretrain
+def pretrain_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-pretrain``."""
+    kept = "finished epochs are kept, continue with --resume"
+    with common.run_command(pretrain_parser(), arguments, kept) as options:
+        if options.list_recipes:
+            common.list_recipes("pretrain")
+            return
+        flags = common.collect_flags(options, PretrainConfig)
+        # Once before torch is imported, so that a mistyped setting is refused at once.
+        load_pretrain_config(options.recipe, flags, options.overrides)
+        common.start_log(options.quiet)
+        from cdc_plugin.training.pretext.run import pretrain
 
-    result = pretrain(options.recipe, flags, options.overrides, resume=options.resume, overwrite=options.overwrite)
-    print(outcome(result))
+        result = pretrain(options.recipe, flags, options.overrides, resume=options.resume, overwrite=options.overwrite)
+        print(outcome(result))
 
 
 def outcome(result: Pretrained) -> str:

@@ -25,11 +25,6 @@ Any setting can be given as key=value; --dry-run prints all of them as they woul
 """
 
 
-def refine_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-refine``."""
-    common.run_command(_refine, refine_parser(), arguments, "finished epochs are kept, continue with --resume")
-
-
 def refine_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-refine``."""
     parser = common.make_parser(
@@ -59,32 +54,34 @@ def refine_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refine(options: argparse.Namespace) -> None:
-    if options.list_recipes:
-        common.list_recipes("cdc")
-        return
-    from cdc_plugin.training.request import configure
+def refine_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-refine``."""
+    with common.run_command(refine_parser(), arguments, "finished epochs are kept, continue with --resume") as options:
+        if options.list_recipes:
+            common.list_recipes("cdc")
+            return
+        from cdc_plugin.training.request import configure
 
-    recipe, flags = options.recipe, common.collect_flags(options)
-    if options.demo:
-        from cdc_plugin.config.recipes import demo_settings
+        recipe, flags = options.recipe, common.collect_flags(options)
+        if options.demo:
+            from cdc_plugin.config.recipes import demo_settings
 
-        recipe, flags = recipe or "digits", {**demo_settings(), **flags}
-    request = configure(recipe, flags, options.overrides)
-    if options.dry_run:
-        from cdc_plugin.config.load import to_yaml
-        from cdc_plugin.training.plan import plan_run
+            recipe, flags = recipe or "digits", {**demo_settings(), **flags}
+        request = configure(recipe, flags, options.overrides)
+        if options.dry_run:
+            from cdc_plugin.config.load import to_yaml
+            from cdc_plugin.training.plan import plan_run
 
-        resolved, lines = plan_run(request)
-        print(to_yaml(resolved), end="")
-        print("\n".join(f"# {line}" for line in lines))
-        return
-    common.start_log(options.quiet)
-    from cdc_plugin.pipeline import run
+            resolved, lines = plan_run(request)
+            print(to_yaml(resolved), end="")
+            print("\n".join(f"# {line}" for line in lines))
+            return
+        common.start_log(options.quiet)
+        from cdc_plugin.pipeline import run
 
-    report = run(request, resume=options.resume, overwrite=options.overwrite)
-    if common.is_main_process():
-        print(outcome(report))
+        report = run(request, resume=options.resume, overwrite=options.overwrite)
+        if common.is_main_process():
+            print(outcome(report))
 
 
 def outcome(report: Report) -> str:

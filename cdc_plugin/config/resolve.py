@@ -133,11 +133,11 @@ def choose_init(requested: str | None, head_clusters: Sequence[int], clusters: i
     """
     if requested not in (None, *INITS):
         raise ConfigError(f"init is one of {', '.join(INITS)}; found {requested!r}")
-    keep, sizes = option("init", "keep"), set(head_clusters)
-    if requested == "keep" and not sizes:
-        raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
+    sizes = set(head_clusters)
     if requested == "keep" and sizes != {clusters}:
-        known = ", ".join(map(str, sorted(sizes)))
+        keep, known = option("init", "keep"), ", ".join(map(str, sorted(sizes)))
+        if not sizes:
+            raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
         raise ConfigError(
             f"{keep} keeps the {known} clusters of the old model; leave {option('clusters', clusters)} out"
         )

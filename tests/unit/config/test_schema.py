@@ -1,6 +1,6 @@
 import pytest
 
-from cdc_plugin.config.schema import RefineConfig, settings_table, list_settings
+from cdc_plugin.config.schema import RefineConfig, list_settings, settings_table
 from cdc_plugin.training.pretext.config import PretrainConfig
 from tests.helpers import ROOT
 

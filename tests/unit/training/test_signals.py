@@ -150,8 +150,8 @@ def test_in_another_thread_nothing_is_touched():
     ("number", "code"), [(signal.SIGTERM, 143), *((n, 128 + n) for n in signals.SIGNALS if n != signal.SIGTERM)]
 )
 def test_a_command_that_is_told_to_end_says_so_in_one_line(number, code, capsys):
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda options: tell(number), refine_parser(), [], "continue with --resume")
+    with pytest.raises(SystemExit) as end, run_command(refine_parser(), [], "continue with --resume"):
+        tell(number)
     assert end.value.code == code
     name = signal.Signals(number).name
     expected = f"cdc-refine: stopped by {name}; continue with --resume"
@@ -162,8 +162,8 @@ def test_the_keyboard_still_interrupts_with_its_own_code(capsys, request):
     # A shell has background jobs ignore the keyboard; the tests may be one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda options: tell(signal.SIGINT), refine_parser(), [])
+    with pytest.raises(SystemExit) as end, run_command(refine_parser(), []):
+        tell(signal.SIGINT)
     assert end.value.code == 130
     assert "interrupted" in capsys.readouterr().err
 
