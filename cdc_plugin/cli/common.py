@@ -18,6 +18,7 @@ from cdc_plugin.config.schema import RefineConfig, list_settings
 from cdc_plugin.errors import COMMAND_LINE, UserError
 from cdc_plugin.training.signals import Terminated, ending_on_termination
 
+ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
 
 
@@ -47,7 +48,7 @@ def add_settings(
             given |= {"action": "store_const", "const": not item.default}
         else:
             given["metavar"] = rule["metavar"] or rule["symbol"]
-            given |= {"int": {"type": int}, "list[str]": {"action": "append"}}.get(kind, {})
+            given |= ARGUMENTS.get(kind, {})
             if rule["default"] != "none":
                 given["help"] += f" (default: {rule['default']})"
         container.add_argument(flag, dest=name, **{**given, **changes})

@@ -76,7 +76,7 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    fields = list_settings(schema)
+    fields = list_settings(schema)  # type: ignore[arg-type]
     merged = OmegaConf.structured(schema)
     origin: dict[str, str] = {}
     for name, layer in layers.items():

@@ -14,7 +14,7 @@ def configure(
     recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
 ) -> RefineConfig:
     """Return what is asked for; what the pretraining run says of its data yields to what the user says."""
-    request = load_config(recipe, flags, overrides)
+    request: RefineConfig = load_config(recipe, flags, overrides)
     if request.backbone is None:
         return request
     from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults

@@ -77,26 +77,14 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
         cls,
         *,
         model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
         map_location: str = "cpu",
         strict: bool = True,  # passed by the mixin; loading is always strict
-        **model_kwargs: Any,  # arguments of __init__ from config.json
+        provenance: dict[str, Any] | None = None,  # from config.json
+        **download: Any,
     ) -> CalibratedClusterer:
         folder = Path(model_id)
         if not folder.is_dir():
-            downloaded = snapshot_download(
-                model_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-                allow_patterns=[HUB_DESCRIPTION, WEIGHTS, CARD],
-            )
-            folder = Path(downloaded)
+            files = [HUB_DESCRIPTION, WEIGHTS, CARD]
+            folder = Path(snapshot_download(model_id, allow_patterns=files, **download))
         card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else None
-        return cls(load_model(folder), model_kwargs.get("provenance"), card).to(map_location).eval()
+        return cls(load_model(folder), provenance, card).to(map_location).eval()
