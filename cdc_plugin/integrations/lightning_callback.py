@@ -107,20 +107,14 @@ class RefineAtEnd:
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.data, self.clusters, self.out = data, clusters, out
-        self.input_size, self.mean, self.std = input_size, mean, std
-        self.attribute = attribute
-        self.settings = settings
+        self.data, self.clusters, self.out, self.settings = data, clusters, out, settings
+        self.input_size, self.mean, self.std, self.attribute = input_size, mean, std, attribute
         # A wrong setting is refused before the pretraining, not after it.
         flags = {name: value for name, value in settings.items() if name not in ("recipe", "resume", "overwrite")}
         load_config(settings.get("recipe"), {**flags, "clusters": clusters})
 
     def find_backbone(self, module: Any) -> nn.Module:
-        """Return the backbone of the Lightning module.
-
-        Raises:
-            ConfigError: ``attribute`` does not name a network.
-        """
+        """Return the backbone of the Lightning module; refuse an ``attribute`` that is not a network."""
         backbone = module
         for name in self.attribute.split("."):
             backbone = getattr(backbone, name, None)

@@ -124,11 +124,16 @@ def find_equal_network(source: Source, specs: Iterable[dict[str, Any]]) -> dict[
     return None
 
 
+def random_images(backbone: Backbone, count: int) -> Tensor:
+    """Return images in [0, 1] of the size that the backbone takes."""
+    side = backbone.input_size
+    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(count))
+
+
 @torch.no_grad()
 def compute_same_features(backbone: Backbone, network: nn.Module) -> bool:
     """Return whether a network computes the backbone's features: padding, pooling, attention heads have no weights."""
-    side = backbone.input_size
-    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = 4 * random_images(backbone, 2) - 2  # as normalised ones are
     expected = backbone.eval()(images.to(backbone.mean.device)).cpu()
     actual = network.cpu().eval()(images)
     if not isinstance(actual, Tensor) or actual.flatten(1).shape != expected.shape:

@@ -12,7 +12,14 @@ import torch
 from cdc_plugin.checkpoints.formats.native import HUB_DESCRIPTION, WEIGHTS, read_description
 from cdc_plugin.checkpoints.load_model import is_result, load_model
 from cdc_plugin.errors import CheckpointError, OutputError, option
-from cdc_plugin.integrations.export.base import Export, Source, check_folder, create_folder, remove_earlier
+from cdc_plugin.integrations.export.base import (
+    Export,
+    Source,
+    check_folder,
+    create_folder,
+    random_images,
+    remove_earlier,
+)
 from cdc_plugin.integrations.hub.card import render_card
 from cdc_plugin.integrations.hub.model import CARD, CalibratedClusterer
 from cdc_plugin.models.clusterer import Clusterer
@@ -67,8 +74,7 @@ def _open(source: Source) -> tuple[Clusterer, dict[str, Any], dict[str, Any]]:
 def _check(folder: Path, exported: CalibratedClusterer) -> None:
     """Refuse files that give other probabilities than the model."""
     backbone = exported.clusterer.backbone
-    side = backbone.input_size
-    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = random_images(backbone, 2)
     expected = exported.eval()(images.to(backbone.mean.device)).cpu()
     actual = CalibratedClusterer.from_pretrained(str(folder))(images)
     if not torch.allclose(actual, expected, rtol=0, atol=1e-5):

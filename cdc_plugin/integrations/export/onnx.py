@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import CheckpointError, ConfigError, OutputError, option
-from cdc_plugin.integrations.export.base import Export, Source, check_file
+from cdc_plugin.integrations.export.base import Export, Source, check_file, random_images
 from cdc_plugin.models.backbone import Backbone
 
 OPSET = 18
@@ -73,13 +73,12 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
 
 
 def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
-    images = _random_images(2, source)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # the exporter's own, about its internals
             return torch.onnx.export(
                 model,
-                (images,),
+                (random_images(source.backbone, 2),),
                 input_names=["images"],
                 output_names=list(names),
                 dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
@@ -88,7 +87,7 @@ def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
                 verbose=False,
             )
     except Exception as error:  # the exporter raises its own errors, which vary with its version
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"torch cannot export {source.name} ({source.network}) to ONNX: {reason}") from error
 
 
@@ -113,7 +112,7 @@ def _check(path: Path, model: ImageModel, source: Source) -> None:
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
     for batch in (1, 3):
-        images = _random_images(batch, source)
+        images = random_images(source.backbone, batch)
         with torch.no_grad():
             expected = model(images)
         outputs = session.run(None, {"images": images.numpy()})
@@ -124,8 +123,3 @@ def _check(path: Path, model: ImageModel, source: Source) -> None:
                     f"onnxruntime computes other numbers than torch for {source.name} (difference {distance:.1e}): "
                     "nothing was written; try another version of torch or onnxruntime"
                 )
-
-
-def _random_images(batch: int, source: Source) -> Tensor:
-    side = source.backbone.input_size
-    return torch.rand(batch, 3, side, side, generator=torch.Generator().manual_seed(batch))
