@@ -128,15 +128,6 @@ def test_a_run_killed_before_its_first_state_starts_anew_on_resume(archive, tiny
     assert names_in(out) == FILES
 
 
-def test_a_dry_run_and_the_list_of_recipes_write_nothing(archive, tiny_checkpoint, tmp_path):
-    words = ["--backbone", tiny_checkpoint, "--data", archive, "--clusters", 4, "--out", "new"]
-    done = succeed("refine", "--dry-run", *words, cwd=tmp_path)
-    assert "clusters: 4" in done.stdout
-    assert "# images: 200" in done.stdout
-    assert "cifar10" in succeed("refine", "--list-recipes", cwd=tmp_path).stdout
-    assert names_in(tmp_path) == set()
-
-
 def test_without_labels_no_accuracy_is_stated_and_results_go_to_a_numbered_folder(archive, tiny_checkpoint, tmp_path):
     words = ["--backbone", tiny_checkpoint, "--data", archive, "--clusters", 2, "--epochs", 1, "--no-labels", *QUICK]
     done = succeed("refine", *words, "--quiet", cwd=tmp_path)

@@ -1,9 +1,9 @@
-"""``cdc-predict`` as people type it: selection, an audit, and more images than the memory would hold."""
+"""``cdc-predict`` on more images than the memory would hold."""
 
 import numpy as np
 import pytest
 
-from tests.helpers.commands import names_in, read_table, refuse, run_python, succeed
+from tests.helpers.commands import read_table, run_python
 from tests.helpers.exported_models import TINY_RESNET, clusterer
 
 # What is printed at the end is the process's own peak in kB.
@@ -23,22 +23,6 @@ def model(tmp_path_factory):
     made.backbone.input_size = 96
     made.save(folder, {})
     return folder
-
-
-def test_images_are_sorted_selected_audited_and_answered(model, digits, write_images, tmp_path):
-    photos = write_images(tmp_path / "Bilder 漢字", digits[0][:40], digits[1][:40])
-    (photos / "class 0" / "broken.png").write_bytes(b"x")
-    out, check = tmp_path / "new.csv", tmp_path / "check"
-    done = succeed("predict", "--model", model, "--data", photos, "--out", out, "--target-accuracy", 0.5)
-    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["skipped class 0/broken.png"]
-    rows = read_table(out)
-    assert len(rows) == 40
-    assert list(rows[0])[-1] == "selected"
-    selected = sum(int(row["selected"]) for row in rows)
-    assert done.stdout.splitlines()[1].startswith("all 40 images" if selected == 40 else f"{selected} of 40 images")
-    succeed("predict", "--model", model, "--data", photos, "--out", check, "--audit", 10)
-    assert names_in(check) == {"audit.csv", "audit.html"}
-    assert "no answers" in refuse("predict", "--answers", check)  # nobody has answered yet
 
 
 def test_twenty_times_as_many_images_take_no_more_memory(model, tmp_path):

@@ -1,4 +1,3 @@
-import csv
 import errno
 import json
 from pathlib import Path
@@ -149,23 +148,6 @@ def test_an_old_models_confidence_is_called_what_it_is(capsys, model, photos, tm
     monkeypatch.setattr(cdc_plugin.evaluation.models, "open_model", lambda path, head: opened)
     predict_command(["--model", str(model), "--data", str(photos), "--out", str(tmp_path / "a.csv"), "--device", "cpu"])
     assert "its confidence is that of the old model as it is" in capsys.readouterr().err
-
-
-def test_images_to_check_by_hand_are_written_and_their_answers_read(capsys, refuse, model, photos, tmp_path):
-    folder = tmp_path / "check"
-    words = ["--model", model, "--data", photos, "--out", folder, "--audit", 12, "--target-accuracy", 0.9]
-    lines = sort(capsys, *words)
-    assert lines[0].startswith("12 of 30 images to check by hand")
-    assert {path.name for path in folder.iterdir()} == {"audit.csv", "audit.html"}
-    assert "--overwrite" in refuse("predict", *words)
-    sheet = folder / "audit.csv"
-    rows = read_table(sheet)
-    with open(sheet, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows({**row, "answer": "yes"} for row in rows)
-    lines = sort(capsys, "--answers", folder)
-    assert any("12 of 12" in line for line in lines)
 
 
 @pytest.mark.parametrize(

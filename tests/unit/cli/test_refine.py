@@ -1,11 +1,8 @@
-import json
-
 import numpy as np
 import pytest
 import yaml
 
 from cdc_plugin.cli import refine as cli
-from cdc_plugin.cli.predict import predict_command
 from cdc_plugin.evaluation.report_record import Report
 
 QUICK = ["hidden=16", "batch_size=40", "sub_batch_size=20", "mini_clusters=10", "--device", "cpu", "--quiet"]
@@ -46,24 +43,6 @@ def test_words_may_stand_before_and_after_options(capsys, photos, tiny_checkpoin
     )
     settings = yaml.safe_load(capsys.readouterr().out)
     assert (settings["epochs"], settings["seed"], settings["clusters"]) == (7, 5, 3)
-
-
-def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, refuse, tmp_path, photos, tiny_checkpoint):
-    out, table = tmp_path / "out", tmp_path / "new.csv"
-    arguments = ["--backbone", str(tiny_checkpoint), "--data", str(photos), "--clusters", "2", "--out", str(out)]
-    cli.refine_command([*arguments, "--epochs", "1", "--seed", "3", *QUICK])
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert "30 images in 2 clusters" in printed.out
-    assert f"results: {out}" in printed.out
-    assert json.loads((out / "report.json").read_text())["seed"] == 3
-    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--device", "cpu"])
-    assert "30 images, mean confidence" in capsys.readouterr().out
-    assert len(table.read_text().splitlines()) == 31
-    assert "--overwrite" in refuse("predict", "--model", out, "--data", photos, "--out", table)
-    (photos / "broken.png").write_bytes(b"x")
-    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--overwrite", "--device", "cpu"])
-    assert "skipped broken.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
