@@ -89,7 +89,8 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
                 OmegaConf.update(merged, key, value)
                 origin[key] = prefix
             except OmegaConfBaseException:
-                problems.append(f"{prefix}{_explain_type(key, fields[key], value)}")
+                wanted = TYPES[str(fields[key].type).removesuffix(" | None")]
+                problems.append(f"{prefix}{key} takes {wanted}, found {value!r} ({fields[key].metadata['help']})")
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # such as an interpolation that leads nowhere
@@ -131,11 +132,6 @@ def _check_values(config: Any, fields: Mapping[str, dataclasses.Field[Any]]) -> 
         elif not all(LIMITS[name](number, limit) for name, limit in limits.items() for number in values):  # NaN, too
             wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
             yield key, f"{key} must be {wanted}, found {value} ({rule['help']})"
-
-
-def _explain_type(key: str, item: dataclasses.Field[Any], value: Any) -> str:
-    kind = str(item.type).removesuffix(" | None")
-    return f"{key} takes {TYPES[kind]}, found {value!r} ({item.metadata['help']})"
 
 
 def _explain_unknown(key: str, known: list[str]) -> str:
