@@ -30,6 +30,14 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
     Args:
         provenance: what it was made from; published, hence paths lose their folders.
         card: text of the model card; written from the model by default.
+
+    >>> import torch
+    >>> from cdc_plugin.models.backbone import Backbone
+    >>> from cdc_plugin.models.heads import ClusterHead
+    >>> backbone = Backbone(nn.AvgPool2d(8), 3, mean=[0.5] * 3, std=[0.25] * 3, input_size=8)
+    >>> model = CalibratedClusterer(Clusterer(backbone, ClusterHead(3, 16, 5), ClusterHead(3, 16, 5)))
+    >>> model.eval()(torch.rand(4, 3, 8, 8)).shape
+    torch.Size([4, 5])
     """
 
     def __init__(self, clusterer: Clusterer, provenance: dict[str, Any] | None = None, card: str | None = None) -> None:
