@@ -36,9 +36,9 @@ def find_run_folder(config: DictConfig, began: float) -> Path:
     home = Path(OmegaConf.select(config, "checkpoint.dir", default="trained_models")) / str(config.get("method", ""))
     written = [path for path in home.glob(f"*/{ARGS}") if path.stat().st_mtime >= began - CLOCK_SLACK]
     if len(written) > 1:  # other runs have begun meanwhile
-        own = json.loads(json.dumps(OmegaConf.to_container(config), default=str))
+        own = {**json.loads(json.dumps(OmegaConf.to_container(config), default=str)), "wandb_run_id": None}
         stored = {path: json.loads(path.read_text(encoding="utf-8")) for path in written}
-        written = [path for path in written if {**stored[path], "wandb_run_id": None} == {**own, "wandb_run_id": None}]
+        written = [path for path, arguments in stored.items() if {**arguments, "wandb_run_id": None} == own]
     if len(written) == 1:
         return written[0].parent
     folders = ", ".join(str(path.parent) for path in written) or "none"
