@@ -14,8 +14,9 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.evaluation.outcome import finish_run, measure_start
 from cdc_plugin.evaluation.report_record import Report
 from cdc_plugin.training.distributed import init_distributed, was_restarted
-from cdc_plugin.training.prepare import check_request, configure, initialise, prepare
+from cdc_plugin.training.prepare import check_request, initialise, prepare
 from cdc_plugin.training.progress import log_to, show_progress
+from cdc_plugin.training.request import configure
 from cdc_plugin.training.resume import resume_run
 from cdc_plugin.training.run_folder import (
     LOG,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,14 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     found = open_images("digits", 32)
     assert found.labels is not None
     return np.asarray(found.images[:200]), found.labels[:200]
+
+
+@pytest.fixture(scope="session")
+def archive(tmp_path_factory: pytest.TempPathFactory, digits) -> Path:
+    """The digits and what they show as an .npz file."""
+    path = tmp_path_factory.mktemp("archive") / "digits.npz"
+    np.savez(path, x=digits[0], y=digits[1])
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +127,33 @@ def scan_checkpoint(tmp_path_factory: pytest.TempPathFactory, digits) -> Path:
     path = tmp_path_factory.mktemp("scan") / "model.pth.tar"
     torch.save({"model": {f"module.{key}": value for key, value in state.items()}, "head": np.int64(1)}, path)
     return path
+
+
+@pytest.fixture
+def refuse(capsys):
+    """refuse("refine", *words): the one line of a command that must end with code 2, run in this process."""
+    from cdc_plugin.__main__ import main
+
+    def run(*words: object) -> str:
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out) == (2, ""), printed.err
+        (line,) = printed.err.splitlines()
+        assert "error: " in line
+        return line
+
+    return run
+
+
+@pytest.fixture
+def _log_as_before() -> Iterator[None]:
+    """Undo what a command does to the log."""
+    log = logging.getLogger("cdc_plugin")
+    handlers, level = list(log.handlers), log.level
+    yield
+    log.handlers[:] = handlers
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

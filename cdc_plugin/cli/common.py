@@ -1,4 +1,4 @@
-"""What the commands share: options made of the settings, and the frame that alone exits.
+"""Options made of the settings, printed tables, and the frame that alone exits: what all commands share.
 
 Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
 """
@@ -10,14 +10,15 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cdc_plugin import __version__
-from cdc_plugin.config.schema import RefineConfig, describe, describe_default, walk_fields
+from cdc_plugin.config.schema import RefineConfig, list_settings
 from cdc_plugin.errors import COMMAND_LINE, UserError
 from cdc_plugin.training.signals import Terminated, ending_on_termination
 
+ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
 
 
@@ -38,24 +39,24 @@ def add_settings(
     Args:
         changes: of the arguments of ``add_argument``, where a command means something else by an option.
     """
-    fields = dict(walk_fields(schema))
     for name in names:
-        item, flag = fields[name], f"--{name.replace('_', '-')}"
-        kind, default = str(item.type).removesuffix(" | None"), describe_default(item)
+        item = list_settings(schema)[name]
+        kind, rule = str(item.type).removesuffix(" | None"), item.metadata
+        flag, given = f"--{name.replace('_', '-')}", {"help": rule["help"]}
         if kind == "bool":
-            given: dict[str, Any] = {"action": "store_const", "const": not item.default, "help": describe(item)}
+            flag = flag.replace("--", "--no-") if item.default else flag
+            given |= {"action": "store_const", "const": not item.default}
         else:
-            shown = describe(item) if default == "none" else f"{describe(item)} (default: {default})"
-            given = {"metavar": item.metadata["metavar"] or item.metadata["symbol"], "help": shown}
-            given |= {"type": int} if kind == "int" else {"action": "append"} if kind == "list[str]" else {}
+            given["metavar"] = rule["metavar"] or rule["symbol"]
+            given |= ARGUMENTS.get(kind, {})
+            if rule["default"] != "none":
+                given["help"] += f" (default: {rule['default']})"
         container.add_argument(flag, dest=name, **{**given, **changes})
 
 
 def add_no_labels(container: argparse._ActionsContainer) -> None:
     """Add the flag that keeps labels out of the report."""
-    container.add_argument(
-        "--no-labels", dest="labels", action="store_false", help="ignore class sub-folders and label arrays"
-    )
+    add_settings(container, "labels", help="ignore class sub-folders and label arrays")
 
 
 def add_result_folder(container: argparse._ActionsContainer) -> None:
@@ -73,11 +74,8 @@ def add_quiet(container: argparse._ActionsContainer, shown: str = "outcome") -> 
 
 def collect_flags(options: argparse.Namespace, schema: type = RefineConfig) -> dict[str, Any]:
     """Return the settings among the options that were given."""
-    values = vars(options)
-    flags = {name: values[name] for name, _ in walk_fields(schema) if values.get(name) is not None}
-    if flags.get("labels"):  # the default of --no-labels, which a recipe may change
-        del flags["labels"]
-    return flags
+    settings = list_settings(schema)
+    return {name: value for name, value in vars(options).items() if name in settings and value is not None}
 
 
 def list_recipes(group: str) -> None:
@@ -122,13 +120,11 @@ def set_up_process() -> None:
             mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+@contextlib.contextmanager
 def run_command(
-    action: Callable[[argparse.Namespace], None],
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    kept: str = "",
-) -> None:
-    """Run a command; what the user can mend becomes a message and exit code 2.
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, kept: str = ""
+) -> Iterator[argparse.Namespace]:
+    """Give the options to the body of a command; what the user can mend becomes a message and exit code 2.
 
     Args:
         kept: what remains of an interrupted run, and how to continue it.
@@ -139,19 +135,24 @@ def run_command(
     context = COMMAND_LINE.set(True)
     try:
         with ending_on_termination():
-            action(options)
-    except KeyboardInterrupt as error:
-        _end(parser.prog, error, kept)
-    except Exception as error:
+            yield options
+    except (KeyboardInterrupt, Exception) as error:
         interruption = _find_interruption(error)
         if interruption is not None:
-            _end(parser.prog, interruption, kept)
-        if isinstance(error, UserError):
-            _stop("" if error.told else f"{parser.prog}: error: {error}", 2)
-        if isinstance(error, BrokenPipeError):
+            reason, code = "interrupted", 130
+            if isinstance(interruption, Terminated):
+                reason, code = str(interruption), interruption.exit_code
+            message = "; ".join(filter(None, [f"{parser.prog}: {reason}", kept])) if is_main_process() else ""
+        elif isinstance(error, UserError):
+            message, code = "" if error.told else f"{parser.prog}: error: {error}", 2
+        elif isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        raise
+            message, code = "", 1
+        else:
+            raise
+        if message:
+            print(message, file=sys.stderr)
+        sys.exit(code)
     finally:
         COMMAND_LINE.reset(context)
 
@@ -165,16 +166,20 @@ def format_percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
+def format_table(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], label_width: int, cell_width: int
+) -> list[str]:
+    """Return the lines of a table: labels to the left, cells to the right of their columns."""
+    return [
+        f"{label:{label_width}s}" + "".join(f"{cell:>{cell_width}s}" for cell in cells)
+        for label, cells in [(title, columns), *rows]
+    ]
+
+
 def describe_unreadable(count: int) -> str:
     """Return where to find the names of images that could not be read."""
     subject, object_ = ("image", "it") if count == 1 else ("images", "them")
     return f"{count} {subject} could not be read; report.json names {object_}"
-
-
-def _end(program: str, error: KeyboardInterrupt, kept: str) -> None:
-    """End as Ctrl-C or a signal asks for."""
-    reason, code = (str(error), error.exit_code) if isinstance(error, Terminated) else ("interrupted", 130)
-    _stop("; ".join(filter(None, [f"{program}: {reason}", kept])) if is_main_process() else "", code)
 
 
 def _find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
@@ -182,9 +187,3 @@ def _find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error
-
-
-def _stop(message: str, code: int) -> None:
-    if message:
-        print(message, file=sys.stderr)
-    sys.exit(code)

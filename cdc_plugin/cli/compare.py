@@ -11,15 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdc_plugin.cli.common import (
-    add_no_labels,
-    add_quiet,
-    add_settings,
-    collect_flags,
-    make_parser,
-    run_command,
-    start_log,
-)
+from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,16 +34,9 @@ key=value settings are those of cdc-refine and hold for all methods. Labels are 
 """
 
 
-def compare_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-compare``."""
-    run_command(
-        _compare, compare_parser(), arguments, "finished cells are kept, continue with the same command and --out"
-    )
-
-
 def compare_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-compare``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-compare",
         "Run clustering methods side by side on your own images and checkpoint: CDC, its parts exchanged one by one, "
         "and its opponents, over several seeds. Writes tables and report.html.",
@@ -71,71 +56,72 @@ def compare_parser() -> argparse.ArgumentParser:
     )
     on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
     on.add_argument("--ood", nargs="+", default=[], metavar="PATH_OR_NAME", help="images of none of the clusters")
-    add_settings(on, "format", "arch")
-    add_no_labels(on)
+    common.add_settings(on, "format", "arch")
+    common.add_no_labels(on)
     on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
     how = parser.add_argument_group("how")
-    add_settings(how, "epochs", help="of every training (default: 60 %% of what cdc-refine takes, at least 10)")
-    add_settings(how, "freeze_backbone")
+    common.add_settings(how, "epochs", help="of every training (default: 60 %% of what cdc-refine takes, at least 10)")
+    common.add_settings(how, "freeze_backbone")
     how.add_argument("--jobs", type=int, metavar="N", help="cells side by side (default: one per core, on a GPU one)")
-    add_settings(how, "device")
+    common.add_settings(how, "device")
     how.add_argument("overrides", nargs="*", metavar="key=value", help="any setting of cdc-refine, for all methods")
     where = parser.add_argument_group("where the results go")
-    add_settings(where, "out")
+    common.add_settings(where, "out")
     where.add_argument("--overwrite", action="store_true", help="start again in --out")
     where.add_argument("--keep-models", action="store_true", help="keep every cell's model, for cdc-predict and others")
     other = parser.add_argument_group("other")
     other.add_argument("--list-methods", action="store_true", help="name all methods and stop")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
-    add_quiet(other, "table")
+    common.add_quiet(other, "table")
     return parser
 
 
-def _compare(options: argparse.Namespace) -> None:
-    if options.list_methods:
-        print(method_list())
-        return
-    from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe
-    from cdc_plugin.config.recipes import recipe_names, recipe_summary
+def compare_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-compare``."""
+    kept = "finished cells are kept, continue with the same command and --out"
+    with common.run_command(compare_parser(), arguments, kept) as options:
+        if options.list_methods:
+            print(method_list())
+            return
+        from cdc_plugin.comparison import request
+        from cdc_plugin.config.recipes import recipe_names, recipe_summary
 
-    if options.list_recipes:
-        for name in recipe_names("tables"):
-            print(f"{'tables/' + name:20s} {recipe_summary(name, 'tables')}")
-        return
-    take_settings_out(options)
-    if options.full and not options.recipe:
-        raise ConfigError("--full runs a recipe on the data sets of the paper; say which, as --recipe tables/main")
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError(f"--jobs must be at least 1, found {options.jobs}")
-    recipe = read_table_recipe(options.recipe or DEFAULT_RECIPE, options.full)
-    methods = parse_methods(options.methods or list(recipe.methods))
-    seeds = parse_seeds(options.seeds or str(recipe.seeds))
-    sets = sets_of(options, recipe)
-    start_log(options.quiet)
-    from cdc_plugin.comparison.export import to_text
-    from cdc_plugin.comparison.run import run_comparison
+        if options.list_recipes:
+            for name in recipe_names("tables"):
+                print(f"{'tables/' + name:20s} {recipe_summary(name, 'tables')}")
+            return
+        take_settings_out(options)
+        if options.full and not options.recipe:
+            raise ConfigError("--full runs a recipe on the data sets of the paper; say which, as --recipe tables/main")
+        if options.jobs is not None and options.jobs < 1:
+            raise ConfigError(f"--jobs must be at least 1, found {options.jobs}")
+        recipe = request.read_table_recipe(options.recipe or DEFAULT_RECIPE, options.full)
+        methods = request.parse_methods(options.methods or list(recipe.methods))
+        seeds = request.parse_seeds(options.seeds or str(recipe.seeds))
+        sets = list_sets(options, recipe)
+        columns = recipe.columns if options.recipe else ()
+        common.start_log(options.quiet)
+        from cdc_plugin.comparison.export import to_text
+        from cdc_plugin.comparison.run import run_comparison
 
-    compared = run_comparison(
-        sets,
-        methods,
-        seeds,
-        options.out,
-        jobs=options.jobs,
-        keep_models=options.keep_models,
-        overwrite=options.overwrite,
-        title=recipe.title if options.recipe else "",
-        columns=recipe.columns if options.recipe else (),
-        command=shlex.join(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None,
-    )
-    width = shutil.get_terminal_size((160, 24)).columns
-    print(to_text(compared.rows, recipe.columns if options.recipe and recipe.columns else None, width))
-    for sentence in compared.verdicts:
-        print(sentence)
-    for name, reason in compared.failures.items():
-        print(f"failed: {name}: {reason}")
-    print(f"results: {compared.folder} (open report.html in a browser)")
-    if compared.failures:
-        sys.exit(1)
+        compared = run_comparison(
+            sets,
+            methods,
+            seeds,
+            options.out,
+            jobs=options.jobs,
+            keep_models=options.keep_models,
+            overwrite=options.overwrite,
+            title=recipe.title if options.recipe else "",
+            columns=columns,
+            command=shlex.join(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None,
+        )
+        print(to_text(compared.rows, columns or None, shutil.get_terminal_size((160, 24)).columns))
+        for sentence in (*compared.verdicts, *(f"failed: {name}: {why}" for name, why in compared.failures.items())):
+            print(sentence)
+        print(f"results: {compared.folder} (open report.html in a browser)")
+        if compared.failures:
+            sys.exit(1)
 
 
 def take_settings_out(options: argparse.Namespace) -> None:
@@ -153,12 +139,8 @@ def method_list() -> str:
 
     lines: list[str] = []
     for group in dict.fromkeys(method.group for method in METHODS.values()):
-        lines += [f"{group}:"]
-        lines += [
-            f"  {m.name:17s} {m.rows[0] if len(m.rows) == 1 else ' and '.join(m.rows)}: {m.summary}"
-            for m in METHODS.values()
-            if m.group == group
-        ]
+        members = [method for method in METHODS.values() if method.group == group]
+        lines += [f"{group}:", *(f"  {m.name:17s} {' and '.join(m.rows)}: {m.summary}" for m in members)]
     lines += [
         "retrofit:",
         "  scan2+cdc, scan3+cdc, secu+cdc, secu-size+cdc, cc+cdc, spice+cdc: CDC as a second stage, from their head on",
@@ -169,17 +151,20 @@ def method_list() -> str:
     return "\n".join(lines)
 
 
-def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetRequest]:
+def list_sets(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetRequest]:
     """Return the sets of images, each with its backbone, as options or the recipe name them."""
     from cdc_plugin.comparison.datasets import DatasetRequest
 
     several = ("backbone", "data", "clusters", "out")
-    flags = {name: value for name, value in collect_flags(options).items() if name not in several}
+    flags = {name: value for name, value in common.collect_flags(options).items() if name not in several}
     words = (*recipe.settings, *options.overrides)
     outside = tuple(options.ood) or recipe.outside
     if options.full and not options.data:
+        pattern = (options.backbone or [""])[0]
+        if "{set}" not in pattern:
+            raise ConfigError("--full needs a backbone for each set: --backbone 'checkpoints/{set}.ckpt'")
         return [
-            DatasetRequest(name, name, {**flags, "backbone": _pattern(options.backbone, name)}, words, outside)
+            DatasetRequest(name, name, {**flags, "backbone": pattern.replace("{set}", name)}, words, outside)
             for name in recipe.sets
         ]
     if options.demo:
@@ -191,7 +176,10 @@ def sets_of(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetReq
         raise ConfigError(f"missing --{', --'.join(missing)}; cdc-compare --help shows how a comparison is started")
     count = len(options.data)
     backbones = _as_many(options.backbone, count, "--backbone")
-    clusters = _as_many([_whole(word) for word in options.clusters] or [None], count, "--clusters")
+    wrong = [word for word in options.clusters if not word.isdecimal()]
+    if wrong:
+        raise ConfigError(f"--clusters takes whole numbers, found {wrong[0]!r}")
+    clusters = _as_many([int(word) for word in options.clusters] or [None], count, "--clusters")
     names = [Path(data).stem or data for data in options.data]
     if len(set(names)) < count:
         names = [str(Path(data)) for data in options.data]
@@ -212,16 +200,3 @@ def _as_many(values: list[Any], count: int, option: str) -> list[Any]:
             f"{option} takes one value, or one for each of the {count} sets in --data; found {len(values)}"
         )
     return values
-
-
-def _whole(word: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(f"--clusters takes whole numbers, found {word!r}") from None
-
-
-def _pattern(backbones: list[str] | None, name: str) -> str:
-    if not backbones or "{set}" not in backbones[0]:
-        raise ConfigError("--full needs a backbone for each set: --backbone 'checkpoints/{set}.ckpt'")
-    return backbones[0].replace("{set}", name)

@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdc_plugin.cli.common import (
-    add_no_labels,
-    add_quiet,
-    add_settings,
-    describe_unreadable,
-    format_percent,
-    make_parser,
-    run_command,
-    start_log,
-)
+from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,50 +27,47 @@ OVERCONFIDENT = 0.05  # confidence this far above the accuracy is worth a warnin
 BY = {"distance": "distance", "model": "confidence"}
 
 
-def evaluate_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-evaluate``."""
-    run_command(_evaluate, evaluate_parser(), arguments)
-
-
 def evaluate_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-evaluate``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-evaluate",
         "Report on a clustering model as it is: how good its clusters are, and whether its confidence is true. "
         "Writes report.html, report.json and predictions.csv.",
         EPILOG,
     )
-    parser.set_defaults(device="auto")
+    parser.set_defaults(device="auto", labels=True)
     parser.add_argument("--model", metavar="PATH", help="result folder of cdc-refine, or a clustering checkpoint")
     parser.add_argument("--compare", nargs="+", metavar="PATH", default=[], help="models to put side by side")
     parser.add_argument("--names", nargs="+", metavar="NAME", default=[], help="what to call the compared models")
-    add_settings(parser, "data", help="images (default: those that the model was refined on)")
+    common.add_settings(parser, "data", help="images (default: those that the model was refined on)")
     parser.add_argument(
         "--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help="images that belong to none of the clusters"
     )
-    add_no_labels(parser)
-    add_settings(parser, "format", "arch", "head", "device", "out")
+    common.add_no_labels(parser)
+    common.add_settings(parser, "format", "arch", "head", "device", "out")
     parser.add_argument("--overwrite", action="store_true", help="replace the report files in --out, no others")
-    add_quiet(parser)
+    common.add_quiet(parser)
     return parser
 
 
-def _evaluate(options: argparse.Namespace) -> None:
-    models = [options.model, *options.compare] if options.model else options.compare
-    if not models:
-        raise ConfigError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
-    if options.names and not options.compare:
-        raise ConfigError("--names are for models that are compared; give these with --compare")
-    start_log(options.quiet)
-    from cdc_plugin.evaluation.evaluate import compare, evaluate
+def evaluate_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-evaluate``."""
+    with common.run_command(evaluate_parser(), arguments) as options:
+        models = [options.model, *options.compare] if options.model else options.compare
+        if not models:
+            raise ConfigError("missing --model, a result folder of cdc-refine or a clustering checkpoint")
+        if options.names and not options.compare:
+            raise ConfigError("--names are for models that are compared; give these with --compare")
+        common.start_log(options.quiet)
+        from cdc_plugin.evaluation.evaluate import compare, evaluate
 
-    names = ("data", "ood", "out", "overwrite", "head", "format", "arch", "labels", "device")
-    how: dict[str, Any] = {name: getattr(options, name) for name in names}
-    reports = compare(models, names=options.names, **how) if options.compare else [evaluate(models[0], **how)]
-    print(outcome(reports))
-    folder = reports[0].folder
-    assert folder is not None
-    print(f"report: {(folder.parent if options.compare else folder) / 'report.html'}")
+        names = ("data", "ood", "out", "overwrite", "head", "format", "arch", "labels", "device")
+        how: dict[str, Any] = {name: getattr(options, name) for name in names}
+        reports = compare(models, names=options.names, **how) if options.compare else [evaluate(models[0], **how)]
+        print(outcome(reports))
+        folder = reports[0].folder
+        assert folder is not None
+        print(f"report: {(folder.parent if options.compare else folder) / 'report.html'}")
 
 
 def outcome(reports: list[Report]) -> str:
@@ -87,11 +75,11 @@ def outcome(reports: list[Report]) -> str:
     from cdc_plugin.report.words import TITLES
 
     found = [report.metrics for report in reports]
-    names = [f"{metrics['model']['name']}: " if len(found) > 1 else "" for metrics in found]
+    named = [(f"{metrics['model']['name']}: " if len(found) > 1 else "", metrics) for metrics in found]
     labelled = found[0]["labels"]
     rows = [
         (name + TITLES[key], figures)
-        for name, metrics in zip(names, found, strict=True)
+        for name, metrics in named
         for key, figures in metrics["after"].items()
         if labelled or key != "kmeans"
     ]
@@ -99,12 +87,12 @@ def outcome(reports: list[Report]) -> str:
     for number, outside in enumerate(found[0]["outside"]):
         rows = [
             (f"{name}by {BY.get(by, f'confidence, {TITLES[by]}')}", figures)
-            for name, metrics in zip(names, found, strict=True)
+            for name, metrics in named
             for by, figures in metrics["outside"][number]["scores"].items()
         ]
         title = f"told from {outside['images']} images of {Path(outside['data']).name}, in %"
         lines += [*_table(title, ["AUROC", "FPR95", "AUPR"], rows), ""]
-    for name, metrics in zip(names, found, strict=True):
+    for name, metrics in named:
         sorted_into = f"{metrics['images']} images in {metrics['clusters']} clusters"
         expected = f"expected accuracy {metrics['label_free']['expected_accuracy']:.1%} (mean confidence)"
         lines += [f"{name}{line}" for line in (f"{sorted_into}; {expected}", *cautions(metrics))]
@@ -122,23 +110,17 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
     figures = list(metrics["after"].values())[-1]
     if classes is not None and figures["CONF"] - figures["ACC"] > OVERCONFIDENT:
         stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
-        lines.append(f"warning: the model is over-confident: {stated}{_advice(metrics)}")
+        model, advice = metrics["model"], ""
+        if model["heads"] == 1:  # a refined model, which has two, cannot be helped by refining it
+            words = shlex.join(["--backbone", model["path"], *model["options"], "--data", str(metrics["data"])])
+            advice = f"; to calibrate it: cdc-refine {words} --init keep"
+        lines.append(f"warning: the model is over-confident: {stated}{advice}")
     if metrics["skipped"]:
-        lines.append(describe_unreadable(len(metrics["skipped"])))
+        lines.append(common.describe_unreadable(len(metrics["skipped"])))
     return lines
 
 
-def _advice(metrics: dict[str, Any]) -> str:
-    """Return how to calibrate a model that has one head, and nothing for a refined model."""
-    if metrics["model"]["heads"] != 1:
-        return ""
-    backbone, data = (shlex.quote(str(word)) for word in (metrics["model"]["path"], metrics["data"]))
-    options = "".join(f" {word}" for word in metrics["model"]["options"])
-    return f"; to calibrate it: cdc-refine --backbone {backbone}{options} --data {data} --init keep"
-
-
 def _table(title: str, columns: Sequence[str], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    width = 2 + max(len(title), *(len(label) for label, _ in rows))
-    head = f"{title:{width}s}" + "".join(f"{name:>7s}" for name in columns)
-    cells = ["".join(f"{format_percent(figures.get(name)):>7s}" for name in columns) for _, figures in rows]
-    return [head, *(f"{label:{width}s}{line}" for (label, _), line in zip(rows, cells, strict=True))]
+    width = 2 + max(len(label) for label in (title, *(label for label, _ in rows)))
+    cells = [(label, [common.format_percent(figures.get(name)) for name in columns]) for label, figures in rows]
+    return common.format_table(title, columns, cells, width, 7)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cdc_plugin.cli.common import add_settings, make_parser, run_command
+from cdc_plugin.cli import common
 
 # Named here too, so that --help need not import what writes them.
 TARGETS = ("solo-learn", "timm", "torchvision", "onnx", "hub")
@@ -21,14 +21,9 @@ A network that another library would load but compute differently is refused.
 """
 
 
-def export_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-export``."""
-    run_command(_export, export_parser(), arguments)
-
-
 def export_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-export``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-export",
         "Write a refined network for another library: its backbone, for ONNX and the hub the whole model.",
         EPILOG,
@@ -42,16 +37,18 @@ def export_parser() -> argparse.ArgumentParser:
         help="folder (solo-learn, timm, hub), .pth file (torchvision), .onnx file",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export")
-    add_settings(parser, "format", "arch")
+    common.add_settings(parser, "format", "arch")
     return parser
 
 
-def _export(options: argparse.Namespace) -> None:
-    from cdc_plugin.integrations.export import export_model
+def export_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-export``."""
+    with common.run_command(export_parser(), arguments) as options:
+        from cdc_plugin.integrations.export import export_model
 
-    written = export_model(options.model, options.to, options.out, options.overwrite, options.format, options.arch)
-    print(f"{written.network} for {options.to}: {', '.join(map(str, written.files))}")
-    print("load it with:")
-    print("\n".join(f"  {line}" for line in written.load))
-    for note in written.notes:
-        print(f"note: {note}", file=sys.stderr)
+        written = export_model(options.model, options.to, options.out, options.overwrite, options.format, options.arch)
+        print(f"{written.network} for {options.to}: {', '.join(map(str, written.files))}")
+        print("load it with:")
+        print("\n".join(f"  {line}" for line in written.load))
+        for note in written.notes:
+            print(f"note: {note}", file=sys.stderr)

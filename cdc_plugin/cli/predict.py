@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cdc_plugin.cli.common import add_settings, is_main_process, make_parser, run_command
+from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,84 +35,79 @@ Several GPUs or machines share the work: torchrun --nproc-per-node 4 -m cdc_plug
 """
 
 
-def predict_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-predict``."""
-    run_command(_predict, predict_parser(), arguments, "the same command continues after the last finished part")
-
-
 def predict_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-predict``."""
-    parser = make_parser("cdc-predict", "Sort new images into the clusters of a finished run.", EPILOG)
+    parser = common.make_parser("cdc-predict", "Sort new images into the clusters of a finished run.", EPILOG)
     parser.set_defaults(device="auto", seed=0)
     what = parser.add_argument_group("what to sort")
     what.add_argument("--model", metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint")
-    add_settings(what, "data", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
-    add_settings(what, "head", "device")
+    common.add_settings(what, "data", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
+    common.add_settings(what, "head", "device")
     what.add_argument("--batch-size", type=int, default=256, metavar="B", help="images at once (default 256)")
 
     where = parser.add_argument_group("where it goes")
     where.add_argument("--out", metavar="PATH", help="table to write, or a folder where --to or --audit make one")
-    where.add_argument(
-        "--to",
-        metavar="FORMAT",
-        help="csv, parquet, folders, label-studio, fiftyone or cvat (default: by the ending of --out)",
-    )
+    formats = "csv, parquet, folders, label-studio, fiftyone or cvat (default: by the ending of --out)"
+    where.add_argument("--to", metavar="FORMAT", help=formats)
     where.add_argument("--overwrite", action="store_true", help="replace what is at --out")
 
     which = parser.add_argument_group("which predictions to rely on (column selected; no row is dropped)")
     sure = which.add_mutually_exclusive_group()
     sure.add_argument("--min-confidence", type=float, metavar="P", help="those at least so sure, such as 0.9")
-    sure.add_argument(
-        "--target-accuracy",
-        type=float,
-        metavar="P",
-        help="as many as possible, so that their mean confidence reaches P, such as 0.95",
-    )
+    largest = "as many as possible, so that their mean confidence reaches P, such as 0.95"
+    sure.add_argument("--target-accuracy", type=float, metavar="P", help=largest)
 
     check = parser.add_argument_group("check by hand")
-    check.add_argument(
-        "--audit", type=int, metavar="N", help="write N images, drawn by confidence, to the folder --out"
-    )
-    add_settings(check, "seed", help="of the draw (default: 0)")
+    drawn = "write N images, drawn by confidence, to the folder --out"
+    check.add_argument("--audit", type=int, metavar="N", help=drawn)
+    common.add_settings(check, "seed", help="of the draw (default: 0)")
     check.add_argument("--answers", metavar="FILE", help="read the answers back; needs no model and no data")
     return parser
 
 
-def _predict(options: argparse.Namespace) -> None:
-    if options.answers is not None:
-        _tell_answers(options)
-        return
-    if is_main_process():  # torchrun ends the others, and one says why
-        _check(options)
-    from cdc_plugin.evaluation.models import open_model
-    from cdc_plugin.evaluation.predict import prepare
-    from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts, remove_parts
-    from cdc_plugin.training.distributed import init_distributed
-    from cdc_plugin.training.progress import log, show_progress
-    from cdc_plugin.training.runtime import choose_device
+def predict_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-predict``."""
+    kept = "the same command continues after the last finished part"
+    with common.run_command(predict_parser(), arguments, kept) as options:
+        if options.answers is not None:
+            _print_answers(options)
+            return
+        if common.is_main_process():  # torchrun ends the others, and one says why
+            _check(options)
+        from cdc_plugin.evaluation.models import open_model
+        from cdc_plugin.evaluation.predict import prepare
+        from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts, remove_parts
+        from cdc_plugin.metrics.confidence import accept_above, accept_to_target
+        from cdc_plugin.training.distributed import init_distributed
+        from cdc_plugin.training.progress import log, show_progress
+        from cdc_plugin.training.runtime import choose_device
 
-    def start() -> tuple[EvaluatedModel, Predictor]:
-        subject = open_model(options.model, head=options.head)
-        device = choose_device(options.device)
-        return subject, prepare(subject.model, options.data, device, options.batch_size)
+        def start() -> tuple[EvaluatedModel, Predictor]:
+            subject = open_model(options.model, head=options.head)
+            device = choose_device(options.device)
+            return subject, prepare(subject.model, options.data, device, options.batch_size)
 
-    folder = choose_parts_folder(Path(options.out))
-    with init_distributed() as distributed:
-        if not distributed.main:
-            log.setLevel("ERROR")  # what is to be said of model and images is said once
-        subject, predictor = _main_first(distributed, start)
-        found = predict_in_parts(predictor, folder, distributed, show_progress)
-    if found is None:
-        return
-    chosen = _select(options, found)
-    more = {} if chosen is None else {"selected": chosen.mask}
-    if options.audit is None:
-        _write(options, found, more, folder)
-    else:
-        _write_audit(options, found, more)
-    _tell(found, chosen)
-    remove_parts(folder)
-    _warn_of_confidence(subject, chosen is not None)
+        folder = choose_parts_folder(Path(options.out))
+        with init_distributed() as distributed:
+            if not distributed.main:
+                log.setLevel("ERROR")  # what is to be said of model and images is said once
+            subject, predictor = _main_first(distributed, start)
+            found = predict_in_parts(predictor, folder, distributed, show_progress)
+        if found is None:
+            return
+        chosen = None
+        if options.min_confidence is not None:
+            chosen = accept_above(found.confidence, options.min_confidence)
+        elif options.target_accuracy is not None:
+            chosen = accept_to_target(found.confidence, options.target_accuracy)
+        more = {} if chosen is None else {"selected": chosen.mask}
+        if options.audit is None:
+            _write(options, found, more, folder)
+        else:
+            _write_audit(options, found, more)
+        _print_outcome(found, chosen)
+        remove_parts(folder)
+        _warn_of_confidence(subject, chosen is not None)
 
 
 def _main_first(distributed: Distributed, make: Callable[[], Made]) -> Made:
@@ -148,14 +143,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def _warn_of_confidence(subject: EvaluatedModel, relied_on: bool) -> None:
     """Say why confidences may mislead; what a run's own card warned of matters to those who rely on them."""
-    for warning in subject.warnings if relied_on else ():
-        print(f"warning: when this model was refined: {warning}", file=sys.stderr)
+    lines = [f"warning: when this model was refined: {warning}" for warning in subject.warnings if relied_on]
     if subject.heads == 1:
-        print(
+        lines.append(
             f"note: {subject.path} ({subject.writer}) has no calibration head: its confidence is that of the old "
-            f"model as it is; cdc-refine --backbone {subject.path} calibrates it",
-            file=sys.stderr,
+            f"model as it is; cdc-refine --backbone {subject.path} calibrates it"
         )
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]], folder: Path) -> None:
@@ -167,10 +162,8 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
     files = outputs.write(options.to, folder / out.name if among_parts else out, found.tables(**more), options.data)
     if among_parts:
         files = [files[0].replace(out)]
-    count = len(found.confidence)
-    sorted_images = f"{count:,} image{'s' if count > 1 else ''}"
-    mean = _percent(found.confidence.mean())
-    print(f"{sorted_images}, mean confidence {mean}: {', '.join(map(str, files))}")
+    count, mean = len(found.confidence), common.format_percent(found.confidence.mean())
+    print(f"{count:,} image{'s' if count > 1 else ''}, mean confidence {mean} %: {', '.join(map(str, files))}")
     advice = outputs.explain_import(options.to, out, options.data)
     if advice is not None:
         print(advice)
@@ -196,23 +189,22 @@ def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str,
     print(f"open {files[-1]} in a browser, answer, save to the same folder, then: cdc-predict --answers {folder}")
 
 
-def _tell(found: Prediction, chosen: Acceptance | None) -> None:
+def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:
     if chosen is not None:
-        print(_selected(chosen, found.confidence.max()))
+        print(_describe_selection(chosen, found.confidence.max()))
     outlier = found.column("outlier")
     if outlier is not None and outlier.any():
-        outliers = int(outlier.sum())
-        are = "image is" if outliers == 1 else "images are"
-        among = "" if chosen is None else f", {int((outlier & chosen.mask).sum()):,} of them selected"
+        subject = f"{outlier.sum():,} {'image is' if outlier.sum() == 1 else 'images are'}"
+        among = "" if chosen is None else f", {(outlier & chosen.mask).sum():,} of them selected"
         print(
-            f"{outliers:,} {are} unlike those the model was refined on (column outlier){among}; "
+            f"{subject} unlike those the model was refined on (column outlier){among}; "
             "no confidence is to be relied on there"
         )
     for name, reason in found.skipped:
         print(f"skipped {name}: {reason}", file=sys.stderr)
 
 
-def _tell_answers(options: argparse.Namespace) -> None:
+def _print_answers(options: argparse.Namespace) -> None:
     given = [name for name in ("model", "data", "out", "audit") if getattr(options, name) is not None]
     if given:
         raise ConfigError(f"--answers reads a finished audit; leave --{', --'.join(given)} out")
@@ -221,26 +213,15 @@ def _tell_answers(options: argparse.Namespace) -> None:
     print("\n".join(read_answers(Path(options.answers)).lines()))
 
 
-def _select(options: argparse.Namespace, found: Prediction) -> Acceptance | None:
-    from cdc_plugin.metrics.confidence import accept_above, accept_to_target
-
-    if options.min_confidence is not None:
-        return accept_above(found.confidence, options.min_confidence)
-    if options.target_accuracy is not None:
-        return accept_to_target(found.confidence, options.target_accuracy)
-    return None
-
-
-def _selected(chosen: Acceptance, surest: float) -> str:
-    """Return one line on what may be relied on."""
+def _describe_selection(chosen: Acceptance, surest: float) -> str:
     if chosen.threshold is None or chosen.expected_accuracy is None:
         return f"no image selected: the surest has confidence {surest:.6f}"
     count, total = chosen.count, len(chosen.mask)
-    share = f"{count:,} of {total:,} images ({_percent(chosen.coverage)})" if count < total else f"all {total:,} images"
+    percent = common.format_percent
+    share = (
+        f"{count:,} of {total:,} images ({percent(chosen.coverage)} %)" if count < total else f"all {total:,} images"
+    )
     # As many digits as the table has: given as --min-confidence it selects the same images again.
     threshold = f"{chosen.threshold:.6f}".rstrip("0").rstrip(".")
-    return f"{share} selected: confidence at least {threshold}, expected accuracy {_percent(chosen.expected_accuracy)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    expected = percent(chosen.expected_accuracy)
+    return f"{share} selected: confidence at least {threshold}, expected accuracy {expected} %"

@@ -7,16 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cdc_plugin.cli.common import (
-    add_quiet,
-    add_result_folder,
-    add_settings,
-    collect_flags,
-    list_recipes,
-    make_parser,
-    run_command,
-    start_log,
-)
+from cdc_plugin.cli import common
 from cdc_plugin.training.pretext.config import TITLES, PretrainConfig, load_pretrain_config
 
 if TYPE_CHECKING:
@@ -34,20 +25,15 @@ Needs lightly: pip install 'cdc-plugin[pretrain]'. Labels are never used.
 """
 
 
-def pretrain_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-pretrain``."""
-    run_command(_pretrain, pretrain_parser(), arguments, "finished epochs are kept, continue with --resume")
-
-
 def pretrain_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-pretrain``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-pretrain",
         "Train an image backbone on your images alone, without labels, for cdc-refine to start from.",
         EPILOG,
     )
     what = parser.add_argument_group("what to train")
-    add_settings(what, "data", "method", "arch", schema=PretrainConfig)
+    common.add_settings(what, "data", "method", "arch", schema=PretrainConfig)
     what.add_argument(
         "--recipe",
         metavar="NAME_OR_FILE",
@@ -55,29 +41,32 @@ def pretrain_parser() -> argparse.ArgumentParser:
     )
 
     how = parser.add_argument_group("how")
-    add_settings(how, "epochs", "seed", "device", schema=PretrainConfig)
+    common.add_settings(how, "epochs", "seed", "device", schema=PretrainConfig)
     how.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
 
-    add_result_folder(parser.add_argument_group("where the results go"))
+    common.add_result_folder(parser.add_argument_group("where the results go"))
 
     other = parser.add_argument_group("other")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
-    add_quiet(other)
+    common.add_quiet(other)
     return parser
 
 
-def _pretrain(options: argparse.Namespace) -> None:
-    if options.list_recipes:
-        list_recipes("pretrain")
-        return
-    flags = collect_flags(options, PretrainConfig)
-    # Once before torch is imported, so that a mistyped setting is refused at once.
-    load_pretrain_config(options.recipe, flags, options.overrides)
-    start_log(options.quiet)
-    from cdc_plugin.training.pretext.run import pretrain
+def pretrain_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-pretrain``."""
+    kept = "finished epochs are kept, continue with --resume"
+    with common.run_command(pretrain_parser(), arguments, kept) as options:
+        if options.list_recipes:
+            common.list_recipes("pretrain")
+            return
+        flags = common.collect_flags(options, PretrainConfig)
+        # Once before torch is imported, so that a mistyped setting is refused at once.
+        load_pretrain_config(options.recipe, flags, options.overrides)
+        common.start_log(options.quiet)
+        from cdc_plugin.training.pretext.run import pretrain
 
-    result = pretrain(options.recipe, flags, options.overrides, resume=options.resume, overwrite=options.overwrite)
-    print(outcome(result))
+        result = pretrain(options.recipe, flags, options.overrides, resume=options.resume, overwrite=options.overwrite)
+        print(outcome(result))
 
 
 def outcome(result: Pretrained) -> str:

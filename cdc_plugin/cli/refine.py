@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cdc_plugin.cli.common import (
-    add_no_labels,
-    add_quiet,
-    add_result_folder,
-    add_settings,
-    collect_flags,
-    describe_unreadable,
-    format_percent,
-    is_main_process,
-    list_recipes,
-    make_parser,
-    run_command,
-    start_log,
-)
+from cdc_plugin.cli import common
 
 if TYPE_CHECKING:
-    from cdc_plugin.config.schema import RefineConfig
     from cdc_plugin.evaluation.report_record import Report
 
-REFINE_EPILOG = """examples:
+EPILOG = """examples:
   cdc-refine --demo
   cdc-refine --backbone checkpoint.pth --data photos/ --clusters 10
   cdc-refine --backbone moco_r34.pth --data cifar10 --recipe cifar10 --out runs/cifar10
@@ -39,95 +25,83 @@ Any setting can be given as key=value; --dry-run prints all of them as they woul
 """
 
 
-def refine_command(arguments: Sequence[str] | None = None) -> None:
-    """Run ``cdc-refine``."""
-    run_command(_refine, refine_parser(), arguments, "finished epochs are kept, continue with --resume")
-
-
 def refine_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-refine``."""
-    parser = make_parser(
+    parser = common.make_parser(
         "cdc-refine",
         "Turn a pretrained image backbone into clusters whose confidence matches their accuracy, without labels.",
-        REFINE_EPILOG,
+        EPILOG,
     )
     what = parser.add_argument_group("what to run on")
-    add_settings(what, "backbone", "data", "clusters")
+    common.add_settings(what, "backbone", "data", "clusters")
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
-    add_settings(what, "format", "arch", "branch", "head", "trust_checkpoint", "partial_weights")
-    add_no_labels(what)
+    common.add_settings(what, "format", "arch", "branch", "head", "trust_checkpoint", "partial_weights")
+    common.add_no_labels(what)
 
     how = parser.add_argument_group("how")
-    add_settings(how, "init", "mini_clusters", "epochs", "freeze_backbone", "seed", "device")
+    common.add_settings(how, "init", "mini_clusters", "epochs", "freeze_backbone", "seed", "device")
     how.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
 
     where = parser.add_argument_group("where the results go")
-    add_result_folder(where)
-    add_settings(where, "track")
+    common.add_result_folder(where)
+    common.add_settings(where, "track")
 
     other = parser.add_argument_group("other")
     other.add_argument("--demo", action="store_true", help="run on the embedded handwritten digits")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
     other.add_argument("--dry-run", action="store_true", help="print resolved settings and plan, and stop")
-    add_quiet(other)
+    common.add_quiet(other)
     return parser
 
 
-def _refine(options: argparse.Namespace) -> None:
-    from cdc_plugin.config.load import load_config, to_yaml
+def refine_command(arguments: Sequence[str] | None = None) -> None:
+    """Run ``cdc-refine``."""
+    with common.run_command(refine_parser(), arguments, "finished epochs are kept, continue with --resume") as options:
+        if options.list_recipes:
+            common.list_recipes("cdc")
+            return
+        from cdc_plugin.training.request import configure
 
-    if options.list_recipes:
-        list_recipes("cdc")
-        return
-    recipe, flags = options.recipe, collect_flags(options)
-    if options.demo:
-        from cdc_plugin.config.recipes import demo_settings
+        recipe, flags = options.recipe, common.collect_flags(options)
+        if options.demo:
+            from cdc_plugin.config.recipes import demo_settings
 
-        recipe, flags = recipe or "digits", {**demo_settings(), **flags}
-    config: RefineConfig = load_config(recipe, flags, options.overrides, _infer)
-    if options.dry_run:
-        from cdc_plugin.training.plan import plan_run
+            recipe, flags = recipe or "digits", {**demo_settings(), **flags}
+        request = configure(recipe, flags, options.overrides)
+        if options.dry_run:
+            from cdc_plugin.config.load import to_yaml
+            from cdc_plugin.training.plan import plan_run
 
-        resolved, lines = plan_run(config)
-        print(to_yaml(resolved), end="")
-        print("\n".join(f"# {line}" for line in lines))
-        return
-    start_log(options.quiet)
-    from cdc_plugin.pipeline import run
+            resolved, lines = plan_run(request)
+            print(to_yaml(resolved), end="")
+            print("\n".join(f"# {line}" for line in lines))
+            return
+        common.start_log(options.quiet)
+        from cdc_plugin.pipeline import run
 
-    report = run(config, resume=options.resume, overwrite=options.overwrite)
-    if is_main_process():
-        print(outcome(report))
-
-
-def _infer(config: RefineConfig) -> Mapping[str, Any]:
-    """Return what the pretraining run of a backbone says of its data; torch is imported for it only now."""
-    if config.backbone is None:
-        return {}
-    from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
-
-    return read_run_defaults(config.backbone)
+        report = run(request, resume=options.resume, overwrite=options.overwrite)
+        if common.is_main_process():
+            print(outcome(report))
 
 
 def outcome(report: Report) -> str:
     """Return the table that a run ends with."""
     from cdc_plugin.report.words import TITLES
 
-    metrics = report.metrics
-    before, after = metrics["before"], metrics["after"]
-    rows = [(TITLES[key], figures, after[key]) for key, figures in before.items()]
+    metrics, percent = report.metrics, common.format_percent
+    before, after, facts, old = metrics["before"], metrics["after"], metrics["label_free"], metrics.get("old_model")
     columns = ["ACC", "NMI", "ARI", "ECE", "CONF"] if metrics["labels"] else ["CONF"]
-    lines = ["", f"{'in %, before -> after':24s}" + "".join(f"{name:>15s}" for name in columns)]
-    for title, old, new in rows:
-        cells = [f"{format_percent(old.get(name))} -> {format_percent(new.get(name))}" for name in columns]
-        lines.append(f"{title:24s}" + "".join(f"{cell:>15s}" for cell in cells))
-    old = metrics.get("old_model")
+    title = "in %, before -> after"
+    rows = [
+        (TITLES[key], [f"{percent(figures.get(name))} -> {percent(after[key].get(name))}" for name in columns])
+        for key, figures in before.items()
+    ]
     if old is not None:
-        lines[1] = f"{'in %, start -> end':24s}" + lines[1][24:]
-        cells = [format_percent(old.get(name)) for name in columns]
-        lines.insert(2, f"{'old model':24s}" + "".join(f"{cell:>15s}" for cell in cells))
-    facts = metrics["label_free"]
-    lines += [
+        title = "in %, start -> end"
+        rows.insert(0, ("old model", [percent(old.get(name)) for name in columns]))
+    lines = [
+        "",
+        *common.format_table(title, columns, rows, 24, 15),
         "",
         f"{metrics['images']} images in {metrics['clusters']} clusters; expected accuracy "
         f"{facts['expected_accuracy']:.1%} (mean calibrated confidence), heads agree on {facts['heads_agree']:.1%}",
@@ -139,6 +113,6 @@ def outcome(report: Report) -> str:
         )
     lines += [f"warning: {warning['text']}" for warning in facts["warnings"]]
     if metrics["skipped"]:
-        lines.append(describe_unreadable(len(metrics["skipped"])))
+        lines.append(common.describe_unreadable(len(metrics["skipped"])))
     lines.append(f"results: {report.folder} (open report.html in a browser)")
     return "\n".join(lines)

@@ -25,8 +25,9 @@ from cdc_plugin.models.heads import build_head
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.training.batches import view_features
 from cdc_plugin.training.features import Features, extract_features
-from cdc_plugin.training.prepare import Prepared, check_request, collect_facts, configure, initialise, prepare
+from cdc_plugin.training.prepare import Prepared, check_request, collect_facts, initialise, prepare
 from cdc_plugin.training.progress import show_progress
+from cdc_plugin.training.request import configure
 from cdc_plugin.training.runtime import Runtime, choose_device
 
 # A grid is many runs: unless the user states the epochs, each has this share of those that ``cdc-refine`` would take,

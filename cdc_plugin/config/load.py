@@ -1,4 +1,4 @@
-"""Load settings: defaults < what is inferred from the inputs < recipe < flags < key=value.
+"""Load settings: defaults < those of the pretraining run < recipe < flags < key=value.
 
 Everything that is wrong with them is reported at once, each with the nearest valid name.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cdc_plugin.config.recipes import find_recipe, read_recipe
-from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig, describe, walk_fields
+from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig, list_settings
 from cdc_plugin.errors import ConfigError
 
 Config = TypeVar("Config")
-INFERRED, FLAGS, WORDS = "settings of the pretraining run", "flags", "key=value"  # a recipe is named by its path
+DEFAULTS, FLAGS, WORDS = "settings of the pretraining run", "flags", "key=value"  # a recipe is named by its path
 TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -25,27 +26,27 @@ TYPES = {
     "list[float]": "a list of numbers",
     "list[str]": "a list of names",
 }
+LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 
 
 def load_config(
     recipe: str | Path | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Iterable[str] = (),
-    infer: Callable[[Any], Mapping[str, Any]] | None = None,
+    defaults: Mapping[str, Any] | None = None,
     schema: type[Config] = RefineConfig,  # type: ignore[assignment]
 ) -> Config:
     """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
     Args:
-        infer: returns what the inputs that the settings name imply; this overlays the defaults only. It is called
-            after the settings have been checked, so that it may do expensive work.
+        defaults: overlay those of the schema only, such as what the pretraining run says of its data.
 
     >>> load_config("cifar10", {"clusters": 20}, ["augment.flip=false"]).clusters
     20
     """
     from omegaconf import OmegaConf
 
-    layers: dict[str, Any] = {}
+    layers: dict[str, Any] = {DEFAULTS: OmegaConf.create(dict(defaults or {}))}
     if recipe is not None:
         path = find_recipe(recipe, schema.RECIPES)  # type: ignore[attr-defined]
         layers[f"recipe {path}"] = read_recipe(path)
@@ -57,9 +58,6 @@ def load_config(
     layers[WORDS] = OmegaConf.from_dotlist([word for word in words if "=" in word])
     problems = [f"expected key=value, found {word!r}; for example epochs=30" for word in words if "=" not in word]
     config = _merge(schema, layers, problems)
-    if infer is not None and (inferred := infer(config)):
-        layers = {INFERRED: OmegaConf.create(dict(inferred)), **layers}
-        config = _merge(schema, layers, [])
     if isinstance(config, RefineConfig) and recipe is not None and not config.from_recipe:
         stated = {*layers[FLAGS], *layers[WORDS]}
         config.from_recipe = [name for name in INPUT_FACTS if getattr(config, name) is not None and name not in stated]
@@ -78,7 +76,7 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    fields = dict(walk_fields(schema))
+    fields = list_settings(schema)  # type: ignore[arg-type]
     merged = OmegaConf.structured(schema)
     origin: dict[str, str] = {}
     for name, layer in layers.items():
@@ -91,7 +89,8 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
                 OmegaConf.update(merged, key, value)
                 origin[key] = prefix
             except OmegaConfBaseException:
-                problems.append(f"{prefix}{_explain_type(key, fields[key], value)}")
+                wanted = TYPES[str(fields[key].type).removesuffix(" | None")]
+                problems.append(f"{prefix}{key} takes {wanted}, found {value!r} ({fields[key].metadata['help']})")
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # such as an interpolation that leads nowhere
@@ -118,50 +117,29 @@ def _walk_values(layer: Any, fields: Mapping[str, Any], prefix: str = "") -> Ite
 def _check_values(config: Any, fields: Mapping[str, dataclasses.Field[Any]]) -> Iterator[tuple[str, str]]:
     """Yield the values that are out of range or not among the choices."""
     for key, item in fields.items():
-        value = config
-        for name in key.split("."):
-            value = getattr(value, name)
+        value = operator.attrgetter(key)(config)
         if value is None:
             continue
         rule = item.metadata
         values = value if isinstance(value, list) else [value]
-        found = f"found {value} ({describe(item)})"
+        limits = {name: rule[name] for name in LIMITS if rule[name] is not None}
         if rule["choices"] and value not in rule["choices"]:
             near = difflib.get_close_matches(value, rule["choices"], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield key, f"{key} is one of {', '.join(rule['choices'])}; found {value!r}{hint}"
         elif rule["length"] and len(values) != rule["length"]:
-            yield key, f"{key} takes {rule['length']} numbers, found {len(values)} ({describe(item)})"
-        elif not all(_is_within(number, rule) for number in values):
-            yield key, f"{key} must be {_describe_range(rule)}, {found}"
-
-
-def _is_within(number: Any, rule: Mapping[str, Any]) -> bool:
-    """Return whether a number obeys the limits; NaN obeys none."""
-    return (
-        (rule["at_least"] is None or number >= rule["at_least"])
-        and (rule["above"] is None or number > rule["above"])
-        and (rule["at_most"] is None or number <= rule["at_most"])
-    )
-
-
-def _describe_range(rule: Mapping[str, Any]) -> str:
-    words = {"at_least": "at least", "above": "above", "at_most": "at most"}
-    return " and ".join(f"{words[name]} {rule[name]:g}" for name in words if rule[name] is not None)
-
-
-def _explain_type(key: str, item: dataclasses.Field[Any], value: Any) -> str:
-    kind = str(item.type).removesuffix(" | None")
-    return f"{key} takes {TYPES[kind]}, found {value!r} ({describe(item)})"
+            yield key, f"{key} takes {rule['length']} numbers, found {len(values)} ({rule['help']})"
+        elif not all(LIMITS[name](number, limit) for name, limit in limits.items() for number in values):  # NaN, too
+            wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
+            yield key, f"{key} must be {wanted}, found {value} ({rule['help']})"
 
 
 def _explain_unknown(key: str, known: list[str]) -> str:
     """Name the settings that share a word with a mistyped one, else the one spelt most like it."""
-    groups = {name.split(".")[0] for name in known if "." in name}
-    if key in groups:
-        return f"{key} holds settings of its own, as in {next(name for name in known if name.startswith(key))}=..."
-    near = [name for name in known if key in name.replace(".", "_").split("_")] or difflib.get_close_matches(
-        key, known, n=1
-    )
+    inner = next((name for name in known if name.startswith(f"{key}.")), None)
+    if inner is not None:
+        return f"{key} holds settings of its own, as in {inner}=..."
+    near = [name for name in known if key in name.replace(".", "_").split("_")]
+    near = near or difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(known)}"
     return f"unknown key '{key}'; {hint}"

@@ -85,31 +85,29 @@ def resolve(request: RefineConfig, facts: Facts) -> ResolvedConfig:
         flip=True if request.augment.flip is None else request.augment.flip,
         crop_scale=request.augment.crop_scale or CROP_SCALE,
     )
-    strength = request.calibration_strength
+    defaults: dict[str, Any] = {
+        "calibration_strength": facts.calibration_strength,
+        "lr_heads": PAPER_LR_HEADS * speed_up,
+        "lr_backbone": PAPER_LR_BACKBONE * speed_up,
+        "mean": list(facts.mean),
+        "std": list(facts.std),
+        "sync_batchnorm": facts.processes > 1,
+    }
+    # What the user gave is kept to the digit, so that the same command can resume the run.
+    stated = {k: v for k, v in vars(request).items() if v is not None and k not in request.from_recipe}
     decided: dict[str, Any] = {
-        "backbone": request.backbone or "",
-        "data": request.data or "",
         "init": choose_init(request.init, facts.head_clusters, clusters),
         "clusters": clusters,
         "mini_clusters": min(request.mini_clusters or 0, batch_size),
-        "calibration_strength": facts.calibration_strength if strength is None else strength,
         "epochs": epochs,
         "batch_size": batch_size,
         "sub_batch_size": sub_batch_size,
-        "lr_heads": PAPER_LR_HEADS * speed_up if request.lr_heads is None else request.lr_heads,
-        "lr_backbone": PAPER_LR_BACKBONE * speed_up if request.lr_backbone is None else request.lr_backbone,
         "frozen_views": min(request.frozen_views, max(1, epochs)),  # an epoch looks at one of them
         "input_size": facts.input_size,
-        # What the user gave is kept to the digit, so that the same command can resume the run.
-        "mean": _stated(request, "mean", facts.mean),
-        "std": _stated(request, "std", facts.std),
         "from_recipe": [],
         "augment": augment,
-        "track": request.track or [],
-        "sync_batchnorm": facts.processes > 1 if request.sync_batchnorm is None else request.sync_batchnorm,
     }
-    kept = {item.name: getattr(request, item.name) for item in dataclasses.fields(RefineConfig)}
-    return ResolvedConfig(**{**kept, **decided})
+    return ResolvedConfig(**{**defaults, **stated, **decided})
 
 
 def choose_clusters(requested: int | None, head_clusters: Sequence[int]) -> int:
@@ -133,11 +131,11 @@ def choose_init(requested: str | None, head_clusters: Sequence[int], clusters: i
     """
     if requested not in (None, *INITS):
         raise ConfigError(f"init is one of {', '.join(INITS)}; found {requested!r}")
-    keep, sizes = option("init", "keep"), set(head_clusters)
-    if requested == "keep" and not sizes:
-        raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
+    sizes = set(head_clusters)
     if requested == "keep" and sizes != {clusters}:
-        known = ", ".join(map(str, sorted(sizes)))
+        keep, known = option("init", "keep"), ", ".join(map(str, sorted(sizes)))
+        if not sizes:
+            raise ConfigError(f"{keep} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
         raise ConfigError(
             f"{keep} keeps the {known} clusters of the old model; leave {option('clusters', clusters)} out"
         )
@@ -184,9 +182,4 @@ def steps_per_epoch(image_count: int, batch_size: int, sub_batch_size: int) -> i
 
 def as_resolved(stored: RefineConfig) -> ResolvedConfig:
     """Return settings that were resolved when a run began and have been read back from its config.yaml."""
-    return ResolvedConfig(**{item.name: getattr(stored, item.name) for item in dataclasses.fields(RefineConfig)})
-
-
-def _stated(request: RefineConfig, name: str, known: Sequence[float]) -> list[float]:
-    stated = getattr(request, name)
-    return list(known) if stated is None or name in request.from_recipe else stated
+    return ResolvedConfig(**vars(stored))

@@ -7,7 +7,7 @@ puts a value in its place once the data are known, without labels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,6 +37,10 @@ def setting(
         metavar: stands for the value in ``--help``.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
+    if any(choice not in help for choice in choices):
+        metadata["help"] = f"{help} ({', '.join(choices)})"
+    words = str(default).lower() if isinstance(default, (bool, list, type(None))) else str(default)
+    metadata["default"] = auto or words  # as the help shows it
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -182,42 +186,29 @@ class RefineConfig:
 INPUT_FACTS = ("mean", "std", "input_size")
 
 
-def walk_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yield every setting of a schema by its full name, such as ``augment.flip``.
+@functools.cache
+def list_settings(schema: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return every setting of a schema by its full name, such as ``augment.flip``.
 
-    >>> [name for name, _ in walk_fields(AugmentConfig)]
+    >>> list(list_settings(AugmentConfig))
     ['flip', 'crop_scale', 'operations', 'exclude', 'cutout']
     """
+    settings = {}
     for item in dataclasses.fields(schema):
         if item.metadata:
-            yield prefix + item.name, item
+            settings[item.name] = item
         else:
-            yield from walk_fields(item.default_factory, f"{prefix}{item.name}.")  # type: ignore[arg-type]
+            inner = list_settings(item.default_factory)  # type: ignore[arg-type]
+            settings |= {f"{item.name}.{name}": field for name, field in inner.items()}
+    return settings
 
 
 def settings_table(schema: type = RefineConfig) -> str:
     """Render the settings as a Markdown table, for the README."""
     lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for name, item in walk_fields(schema):
-        if not item.metadata["help"]:
-            continue
-        symbol = f" ({item.metadata['symbol']})" if item.metadata["symbol"] else ""
-        lines.append(f"| `{name}`{symbol} | {describe_default(item)} | {describe(item)} |")
+    for name, item in list_settings(schema).items():
+        rule = item.metadata
+        symbol = f" ({rule['symbol']})" if rule["symbol"] else ""
+        if rule["help"]:
+            lines.append(f"| `{name}`{symbol} | {rule['default']} | {rule['help']} |")
     return "\n".join(lines)
-
-
-def describe(item: dataclasses.Field[Any]) -> str:
-    """Return the help of a setting with its choices."""
-    text, choices = item.metadata["help"], item.metadata["choices"]
-    missing = [choice for choice in choices if choice not in text]
-    return f"{text} ({', '.join(choices)})" if missing else text
-
-
-def describe_default(item: dataclasses.Field[Any]) -> str:
-    """Return the default of a setting in words."""
-    default = item.default
-    if item.default_factory is not dataclasses.MISSING:
-        default = item.default_factory()
-    if item.metadata["auto"] or default is None:
-        return item.metadata["auto"] or "none"
-    return str(default).lower() if isinstance(default, (bool, list)) else str(default)

@@ -36,8 +36,9 @@ def find_run_folder(config: DictConfig, began: float) -> Path:
     home = Path(OmegaConf.select(config, "checkpoint.dir", default="trained_models")) / str(config.get("method", ""))
     written = [path for path in home.glob(f"*/{ARGS}") if path.stat().st_mtime >= began - CLOCK_SLACK]
     if len(written) > 1:  # other runs have begun meanwhile
-        own = json.loads(json.dumps(OmegaConf.to_container(config), default=str))
-        written = [path for path in written if _read_arguments(path) == own]
+        own = {**json.loads(json.dumps(OmegaConf.to_container(config), default=str)), "wandb_run_id": None}
+        stored = {path: json.loads(path.read_text(encoding="utf-8")) for path in written}
+        written = [path for path, arguments in stored.items() if {**arguments, "wandb_run_id": None} == own]
     if len(written) == 1:
         return written[0].parent
     folders = ", ".join(str(path.parent) for path in written) or "none"
@@ -51,12 +52,6 @@ def choose_results_folder(run_folder: Path) -> Path:
     """Return ``cdc`` in the run folder, or the next free name: solo-learn may write several runs into one folder."""
     names = itertools.chain([RESULTS], (f"{RESULTS}-{number}" for number in itertools.count(2)))
     return next(run_folder / name for name in names if not (run_folder / name).exists())
-
-
-def _read_arguments(path: Path) -> Any:
-    arguments = json.loads(path.read_text(encoding="utf-8"))
-    arguments.pop("wandb_run_id", None)
-    return arguments
 
 
 class RefineWhenPretrained(Callback):
@@ -89,9 +84,6 @@ class RefineWhenPretrained(Callback):
         environment = {name: value for name, value in os.environ.items() if name not in (*RANKS, *GROUP)}
         code = subprocess.run([sys.executable, "-m", "cdc_plugin", *arguments], env=environment, check=False).returncode
         if code:
-            log.error(
-                "cdc-refine ended with exit code %d; the pretraining in %s is complete. To try again: %s",
-                code,
-                folder,
-                shlex.join(["cdc-refine", *arguments]),
-            )
+            again = shlex.join(["cdc-refine", *arguments])
+            message = "cdc-refine ended with exit code %d; the pretraining in %s is complete. To try again: %s"
+            log.error(message, code, folder, again)

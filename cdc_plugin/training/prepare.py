@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
 from cdc_plugin.checkpoints.load import load_checkpoint
-from cdc_plugin.config.load import load_config
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.losses import check_calibration
@@ -60,15 +57,6 @@ class Prepared:
     runtime: Runtime
     features: Features
     old: NDArray[np.float32] | None
-
-
-def configure(
-    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
-) -> RefineConfig:
-    """Return what is asked for; what the pretraining run says of its data yields to what the user says."""
-    return load_config(
-        recipe, flags, overrides, lambda request: read_run_defaults(request.backbone) if request.backbone else {}
-    )
 
 
 def check_request(request: RefineConfig, resume: bool) -> None:

@@ -14,10 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from material import digits_file, resnet18
-from measure import Found, Limit, Setting, Stopwatch, replaced, timed
+from measure import Found, Limit, Setting, Stopwatch, timed
 from torch import Tensor, nn
 
 from cdc_plugin import pipeline
@@ -26,8 +27,8 @@ from cdc_plugin.models import heads
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training import batches, train
 from cdc_plugin.training import refiner as engine
-from cdc_plugin.training.prepare import configure
 from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.request import configure
 
 EPOCH, NO_GRADIENT, FORWARD, BACKWARD, HEADS = "rest", "forwards without gradient", "forward", "backward", "heads"
 BACKBONE = (NO_GRADIENT, FORWARD, BACKWARD)
@@ -42,9 +43,8 @@ def epoch(setting: Setting, batch: int = 1000, count: int = 2) -> Found:
     if setting.quick:
         batch, count = batch // 5, count + 1
     watch, floor = _run(setting, batch, count, resnet18(), ())
-    found = watch.of(EPOCH)
+    found, rows = watch.of(EPOCH), _rows(watch)
     whole, passes = sum(found.values()), floor["passes"]
-    rows = {name: {"seconds": seconds, "share": seconds / whole} for name, seconds in _sorted(found)}
     beside = 1 - sum(found.get(name, 0.0) for name in BACKBONE) / whole
     rows[f"all of {EPOCHS} epochs"] = {"seconds": whole, "share": 1.0}
     rows["floor (a): passes of the algorithm"] = {"seconds": passes, "share": passes / whole}
@@ -65,12 +65,8 @@ def frozen_epoch(setting: Setting, batch: int = 1000, count: int = 5) -> Found:
     """An epoch that trains only the heads, on cached features of a frozen backbone; there is no floor."""
     if setting.quick:
         count = 1
-    words = ("freeze_backbone=true", "frozen_views=1")
-    watch, _ = _run(setting, batch, count, resnet18(16), words)
-    found = watch.of(EPOCH)
-    whole = sum(found.values())
-    rows = {name: {"seconds": seconds, "share": seconds / whole} for name, seconds in _sorted(found)}
-    return Found(f"frozen epoch: 128 features, B = {batch}, {count} batches", rows)
+    watch, _ = _run(setting, batch, count, resnet18(16), ("freeze_backbone=true", "frozen_views=1"))
+    return Found(f"frozen epoch: 128 features, B = {batch}, {count} batches", _rows(watch))
 
 
 def _run(
@@ -141,7 +137,7 @@ def _instruments(watch: Stopwatch, floor: _Floor) -> Iterator[None]:
         (train, "predict_snapshot", EVALUATION),
         (train, "save_run", SAVING),
     ]
-    with replaced(Refiner, "train_batch", with_floor), timed(watch, places):
+    with patch.object(Refiner, "train_batch", with_floor), timed(watch, places):
         yield
     watch.seconds.pop((EPOCH, FLOOR), None)
 
@@ -174,9 +170,8 @@ class _Floor:
         # A run that trains on some images only: the others, too, have a part in floor (b).
         shown = next((known for known in self._passes if known[1]), None)
         while shown is not None and trained < batch:
-            images, _, modes, mixed = shown
-            images = images[: batch - trained]
-            self.seconds["once"] += self._pass(images, True, modes, mixed)
+            images = shown[0][: batch - trained]
+            self.seconds["once"] += self._pass(images, *shown[1:])
             trained += len(images)
         self._passes.clear()
 
@@ -194,5 +189,7 @@ class _Floor:
         return self._watch.seconds.pop((name, name))
 
 
-def _sorted(found: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(found.items(), key=lambda item: -item[1])
+def _rows(watch: Stopwatch) -> dict[str, dict[str, float]]:
+    """The parts of the epochs, longest first."""
+    found = sorted(watch.of(EPOCH).items(), key=lambda item: -item[1])
+    return {name: {"seconds": seconds, "share": seconds / sum(dict(found).values())} for name, seconds in found}

@@ -73,10 +73,21 @@ def legacy_flip(file: Path, dice: random.Random) -> None:
     """A bit of the pickle in the old container, which has no checksums; for its numbers see ``legacy_number``."""
     state = read_checkpoint(file).state
     _save(file, state, zipped=False)
-    content = bytearray(file.read_bytes())
-    numbers = sum(tensor.nbytes + 8 for tensor in state.values())
-    content[dice.randrange(len(content) - numbers)] ^= 1 << dice.randrange(8)
-    file.write_bytes(content)
+    _flip_bit(file, dice.randrange(file.stat().st_size - sum(tensor.nbytes + 8 for tensor in state.values())), dice)
+
+
+def legacy_number(file: Path, dice: random.Random) -> None:
+    """A bit of one number in the old container."""
+    state = read_checkpoint(file).state
+    _save(file, state, zipped=False)
+    _flip_bit(file, -1 - dice.randrange(sum(tensor.nbytes + 8 for tensor in state.values())), dice)
+
+
+def safetensors_number(file: Path, dice: random.Random) -> None:
+    """A bit of one number in a safetensors file, which has no checksums either."""
+    state = {key: value.clone().contiguous() for key, value in read_checkpoint(file).state.items()}
+    save_file(state, file)
+    _flip_bit(file, -1 - dice.randrange(sum(tensor.nbytes for tensor in state.values())), dice)
 
 
 def drop_keys(file: Path, dice: random.Random) -> None:
@@ -94,72 +105,53 @@ def rename_key(file: Path, dice: random.Random) -> None:
     _save(file, {(f"{k}_" if k == key else k): v for k, v in state.items()})
 
 
-def change_shape(file: Path, dice: random.Random) -> None:
-    """A weight has lost a row, has one more, is flat or is empty."""
+def change_one(change: Callable[[Tensor, random.Random], Any], fits: Callable[[Tensor], bool] | None = None) -> Damage:
+    """A weight is changed, one that ``fits``; the file is saved anew: its checksums are valid."""
 
-    def changed(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0:
-            return tensor.repeat(2)
-        return dice.choice((tensor[:-1], torch.cat([tensor, tensor[:1]]), tensor.flatten()[: -1 or None], tensor[:0]))
+    def damage(file: Path, dice: random.Random) -> None:
+        state = read_checkpoint(file).state
+        key = dice.choice([key for key, value in state.items() if fits is None or fits(value)])
+        _save(file, state | {key: change(state[key], dice)})
 
-    _change_one(file, dice, changed)
-
-
-def transpose(file: Path, dice: random.Random) -> None:
-    """A weight that is not square is transposed."""
-    _change_one(file, dice, lambda t: t.transpose(0, 1), lambda t: t.ndim > 1 and t.shape[0] != t.shape[1])
+    return damage
 
 
-def add_nan(file: Path, dice: random.Random) -> None:
-    """A weight has NaN, infinite or absurd numbers."""
-
-    def spoilt(tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous().clone()
-        tensor.view(-1)[dice.randrange(tensor.numel())] = dice.choice((float("nan"), float("inf"), -1e30))
-        return tensor
-
-    _change_one(file, dice, spoilt, lambda t: t.is_floating_point() and t.numel() > 0)
+def reshaped(tensor: Tensor, dice: random.Random) -> Tensor:
+    """The weight without a row, with one more, flat or empty."""
+    if tensor.ndim == 0:
+        return tensor.repeat(2)
+    return dice.choice((tensor[:-1], torch.cat([tensor, tensor[:1]]), tensor.flatten()[:-1], tensor[:0]))
 
 
-def other_type(file: Path, dice: random.Random) -> None:
-    """A weight consists of whole or complex numbers."""
-    kind = dice.choice((torch.int64, torch.uint8, torch.bool, torch.complex64))
-    _change_one(file, dice, lambda t: t.to(kind), lambda t: t.is_floating_point())
+def spoilt(tensor: Tensor, dice: random.Random) -> Tensor:
+    """The weight with a number that is NaN, infinite or absurd."""
+    tensor = tensor.contiguous().clone()
+    tensor.view(-1)[dice.randrange(tensor.numel())] = dice.choice((float("nan"), float("inf"), -1e30))
+    return tensor
 
 
-def no_tensor(file: Path, dice: random.Random) -> None:
-    """A weight is a list, a text or nothing."""
-    state: dict[Any, Any] = dict(read_checkpoint(file).state)
-    key = dice.choice(list(state))
-    state[key] = dice.choice((None, "text", [1.0, 2.0], {"a": 1}))
-    _save(file, state)
+def is_matrix(tensor: Tensor, square: bool) -> bool:
+    return tensor.ndim > 1 and (tensor.shape[0] == tensor.shape[1]) is square
 
 
-def legacy_number(file: Path, dice: random.Random) -> None:
-    """A bit of one number in the old container."""
-    state = read_checkpoint(file).state
-    _save(file, state, zipped=False)
-    _flip_bit_of_the_end(file, sum(tensor.nbytes + 8 for tensor in state.values()), dice)
-
-
-def safetensors_number(file: Path, dice: random.Random) -> None:
-    """A bit of one number in a safetensors file, which has no checksums either."""
-    state = {key: value.clone().contiguous() for key, value in read_checkpoint(file).state.items()}
-    save_file(state, file)
-    _flip_bit_of_the_end(file, sum(tensor.nbytes for tensor in state.values()), dice)
-
-
-def square_transpose(file: Path, dice: random.Random) -> None:
-    """A square weight is transposed and saved anew: same names, same shapes, valid checksums."""
-    _change_one(file, dice, lambda t: t.transpose(0, 1).contiguous(), lambda t: t.ndim > 1 and t.shape[0] == t.shape[1])
-
-
+TYPES = (torch.int64, torch.uint8, torch.bool, torch.complex64)
+NO_TENSORS = (None, "text", [1.0, 2.0], {"a": 1})
+DAMAGES: dict[str, Damage] = {
+    **{work.__name__: work for work in (flip_bytes, flip_headers, truncate, zero_block, swap_blocks, legacy_flip)},
+    "drop_keys": drop_keys,
+    "rename_key": rename_key,
+    "change_shape": change_one(reshaped),
+    "transpose": change_one(lambda t, _: t.transpose(0, 1), lambda t: is_matrix(t, square=False)),
+    "add_nan": change_one(spoilt, lambda t: t.is_floating_point() and t.numel() > 0),
+    "other_type": change_one(lambda t, dice: t.to(dice.choice(TYPES)), torch.is_floating_point),
+    "no_tensor": change_one(lambda _, dice: dice.choice(NO_TENSORS)),
+}
 # No file tells that these happened unless the number became absurd; they are counted on request, to know the share.
-UNMARKED: tuple[Damage, ...] = (legacy_number, safetensors_number, square_transpose)
-DAMAGES: tuple[Damage, ...] = (
-    *(flip_bytes, flip_headers, truncate, zero_block, swap_blocks, legacy_flip),
-    *(drop_keys, rename_key, change_shape, transpose, add_nan, other_type, no_tensor),
-)
+UNMARKED: dict[str, Damage] = {
+    "legacy_number": legacy_number,
+    "safetensors_number": safetensors_number,
+    "square_transpose": change_one(lambda t, _: t.transpose(0, 1).contiguous(), lambda t: is_matrix(t, square=True)),
+}
 
 
 def features(path: Path) -> Tensor:
@@ -202,7 +194,8 @@ def main() -> int:
         expected = {file: features(copy) for file, copy in copies.items()}
         for number in range(options.count):
             dice = random.Random(f"{options.seed}/{number}")
-            file, damage = options.files[number // len(damages) % len(options.files)], damages[number % len(damages)]
+            name, damage = list(damages.items())[number % len(damages)]
+            file = options.files[number // len(damages) % len(options.files)]
             victim = copies[file].with_name(f"damaged-{file.name}")
             shutil.copyfile(file, victim)
             damage(victim, dice)
@@ -210,9 +203,9 @@ def main() -> int:
             result = attempt(victim, expected[file])
             slowest = max(slowest, time.perf_counter() - start)
             fine = result in ("refused", "same")
-            table[damage.__name__][result if fine else "fell through"] += 1
+            table[name][result if fine else "fell through"] += 1
             if not fine:
-                failures.append(f"{number} {file.parent.name}/{file.name} {damage.__name__}: {result[:300]}")
+                failures.append(f"{number} {file.parent.name}/{file.name} {name}: {result[:300]}")
                 if options.keep:
                     options.keep.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(victim, options.keep / f"{number}-{file.name}")
@@ -231,9 +224,9 @@ def _replace_byte(stream: Any, place: int, dice: random.Random) -> None:
     stream.write(bytes([old ^ dice.randrange(1, 256)]))
 
 
-def _flip_bit_of_the_end(file: Path, reach: int, dice: random.Random) -> None:
+def _flip_bit(file: Path, place: int, dice: random.Random) -> None:
     content = bytearray(file.read_bytes())
-    content[len(content) - 1 - dice.randrange(reach)] ^= 1 << dice.randrange(8)
+    content[place] ^= 1 << dice.randrange(8)
     file.write_bytes(content)
 
 
@@ -261,14 +254,6 @@ def _holds(value: dict[Any, Any]) -> bool:
         return len(find_state_dict(value)) == len(value)
     except UserError:
         return False
-
-
-def _change_one(
-    file: Path, dice: random.Random, change: Callable[[Tensor], Tensor], fits: Callable[[Tensor], bool] = lambda _: True
-) -> None:
-    state = read_checkpoint(file).state
-    key = dice.choice([key for key, value in state.items() if fits(value)])
-    _save(file, state | {key: change(state[key])})
 
 
 if __name__ == "__main__":

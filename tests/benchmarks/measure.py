@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 
 Section = str | Callable[..., str]
@@ -63,7 +66,10 @@ class Found:
 
     def table(self) -> str:
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
-        columns.sort(key=_size)  # sizes in their order, then all other columns in theirs
+        # Sizes in their order, then all other columns in theirs.
+        columns.sort(
+            key=lambda name: int(name.replace(",", "")) if name[0].isdigit() and name[-1].isdigit() else math.inf
+        )
         lines = [f"\n{self.title}", " " * 44 + "".join(f"{column:>18}" for column in columns)]
         for name, row in self.rows.items():
             cells = [f"{row[column]:.4g}" if column in row else "" for column in columns]
@@ -118,11 +124,6 @@ class Stopwatch:
         self._since = now
 
 
-def _size(column: str) -> float:
-    digits = column.replace(",", "")
-    return int(digits) if digits.isdigit() else math.inf
-
-
 def device_seconds(device: torch.device) -> float:
     """A clock: CPU seconds of this process, or on other devices wall time once they have done their work."""
     if device.type == "cpu":
@@ -134,32 +135,19 @@ def device_seconds(device: torch.device) -> float:
 @contextlib.contextmanager
 def timed(watch: Stopwatch, places: Sequence[tuple[Any, str, Section]]) -> Iterator[None]:
     """Time functions where they are looked up: (module or class, name, section or how to tell it from the call)."""
+
+    def with_time(work: Callable[..., Any], section: Section) -> Callable[..., Any]:
+        @functools.wraps(work)
+        def timed_work(*args: Any, **kwargs: Any) -> Any:
+            with watch.section(section if isinstance(section, str) else section(*args)):
+                return work(*args, **kwargs)
+
+        return timed_work
+
     with contextlib.ExitStack() as stack:
         for owner, name, section in places:
-            stack.enter_context(_timed_one(watch, owner, name, section))
+            stack.enter_context(patch.object(owner, name, with_time(getattr(owner, name), section)))
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Another function in the place of one, for a while."""
-    old = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
-
-
-def _timed_one(watch: Stopwatch, owner: Any, name: str, section: Section) -> contextlib.AbstractContextManager[None]:
-    work = getattr(owner, name)
-
-    @functools.wraps(work)
-    def with_time(*args: Any, **kwargs: Any) -> Any:
-        with watch.section(section if isinstance(section, str) else section(*args)):
-            return work(*args, **kwargs)
-
-    return replaced(owner, name, with_time)
 
 
 def cpu_seconds(work: Callable[[], object], repeats: int = 1, warm: bool = True) -> float:
@@ -176,10 +164,7 @@ def cpu_seconds(work: Callable[[], object], repeats: int = 1, warm: bool = True)
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     """The exponent p of seconds = a * size^p that fits best: the slope in log-log paper."""
-    x, y = ([math.log(max(value, 1e-9)) for value in values] for values in (sizes, seconds))
-    middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - middle_x) ** 2 for a in x)
+    return float(np.polyfit(np.log(sizes), np.log(np.maximum(seconds, 1e-9)), 1)[0])
 
 
 def peak_memory() -> int:
@@ -188,10 +173,9 @@ def peak_memory() -> int:
     Not ru_maxrss where there is a better figure: a child begins with that of the process that started it.
     """
     status = Path("/proc/self/status")
-    if status.is_file():
-        lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        if lines:
-            return int(lines[0].split()[1]) * 1024
+    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None
+    if peak:
+        return int(peak[1]) * 1024
     import resource
 
     found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -200,13 +184,12 @@ def peak_memory() -> int:
 
 def command_seconds(arguments: Sequence[str], repeats: int = 3) -> float:
     """Least CPU time of a Python command, start of the interpreter included."""
-    times = []
+    command, times = [sys.executable, *arguments], []
     for _ in range(repeats):
         before = os.times()
-        subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=child_environment())
+        subprocess.run(command, check=True, capture_output=True, env=child_environment())
         after = os.times()
-        spent = after.children_user + after.children_system - before.children_user - before.children_system
-        times.append(spent)
+        times.append(sum(after[2:4]) - sum(before[2:4]))  # of children, user and system
     return min(times)
 
 

@@ -321,24 +321,15 @@ def _copy(folder: Path) -> Path:
 
 def _run_tests(folder: Path, tests: Sequence[str]) -> int:
     """Return pytest's exit code: 0 all passed, 1 some failed, others where tests could not run."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        *(str(UNIT / t) for t in tests),
-    ]
+    options = ["-x", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *(str(UNIT / test) for test in tests)]
     # No bytecode: a mutant has the size and the second of its original, which would be taken for unchanged.
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    limits = {"timeout": SECONDS * len(tests), "capture_output": True}
     try:
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=SECONDS * len(tests))
+        return subprocess.run(command, cwd=folder, env=environment, **limits).returncode
     except subprocess.TimeoutExpired:
         return 1
-    return run.returncode
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _child(images: str, out: str, words: list[str]) -> None:
 
     from cdc_plugin import pipeline
     from cdc_plugin.models.backbone import Backbone
-    from cdc_plugin.training.prepare import configure
+    from cdc_plugin.training.request import configure
 
     torch.set_num_threads(1)
     layers = (nn.Conv2d(3, 16, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
-from cdc_plugin.cli.compare import compare_parser
-from cdc_plugin.cli.evaluate import evaluate_parser
-from cdc_plugin.cli.export import export_parser
-from cdc_plugin.cli.inspect import inspect_parser
-from cdc_plugin.cli.predict import predict_parser
-from cdc_plugin.cli.pretrain import pretrain_parser
-from cdc_plugin.cli.refine import refine_parser
+from cdc_plugin.__main__ import COMMANDS as NAMES
 from tests.helpers import ROOT
+from tests.helpers.commands import run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Every other part between fences is code; its first line is the language, or empty for commands.
@@ -39,39 +32,25 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert "<!-- test command -->" in README
 
 
-PARSERS = {
-    "refine": refine_parser,
-    "predict": predict_parser,
-    "inspect": inspect_parser,
-    "export": export_parser,
-    "evaluate": evaluate_parser,
-    "compare": compare_parser,
-    "pretrain": pretrain_parser,
-}
+def understand(name, words):
+    parser = getattr(importlib.import_module(f"cdc_plugin.cli.{name}"), f"{name}_parser")()
+    parser.parse_intermixed_args(words)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_of_the_readme_is_understood(line):
     program, *words = shlex.split(line, comments=True)
-    PARSERS[program.removeprefix("cdc-")]().parse_intermixed_args(words)
+    understand(program.removeprefix("cdc-"), words)
 
 
 @pytest.mark.parametrize("line", TORCHRUN)
 def test_every_torchrun_of_the_readme_is_understood(line):
     words = shlex.split(line)[shlex.split(line).index("cdc_plugin") + 1 :]
-    name = words.pop(0) if words[0] in PARSERS else "refine"
-    PARSERS[name]().parse_intermixed_args(words)
+    understand(words.pop(0) if words[0] in NAMES else "refine", words)
 
 
 def test_the_demo_runs_and_prints_a_table_and_where_the_files_are(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "cdc_plugin", "--demo", "--epochs", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python("-m", "cdc_plugin", "--demo", "--epochs", "2", cwd=tmp_path)
     assert "calibration head" in done.stdout
     folder = tmp_path / re.search(r"results: (\S+)", done.stdout).group(1)
     assert (folder / "predictions.csv").is_file()

@@ -1,66 +1,35 @@
 """An audit as people do it: draw images, answer them in a browser, have the answers counted."""
 
-from __future__ import annotations
-
 import csv
-import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.checkpoints.load import load_backbone
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
-from tests.helpers import ROOT
+from tests.helpers.commands import names_in, read_table, refuse, succeed
 
-PREDICT = [sys.executable, "-c", "from cdc_plugin.cli.predict import predict_command; predict_command()"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRAWN = 12
 
 
-def run(*words: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
-    command = [*PREDICT, *(str(word) for word in words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=300)
-
-
-def succeed(*words: object) -> str:
-    done = run(*words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def refuse(*words: object) -> str:
-    done = run(*words)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
-
-
 @pytest.fixture(scope="module")
-def audit(tmp_path_factory, digits, tiny_checkpoint) -> tuple[Path, list[object], str]:
+def audit(tmp_path_factory, archive, tiny_checkpoint):
     """The folder of an audit of 200 digits, what was typed for it, and what was printed."""
     folder = tmp_path_factory.mktemp("audit")
-    np.savez(folder / "digits.npz", x=digits[0])
     with torch.random.fork_rng():
         torch.manual_seed(0)
         heads = [ClusterHead(8, 12, 2) for _ in range(2)]
-    backbone = load_backbone(tiny_checkpoint)
-    Clusterer(backbone, *heads).save(folder, {})
-    words = ["--model", folder, "--data", folder / "digits.npz", "--device", "cpu", "--audit", DRAWN]
+    Clusterer(load_backbone(tiny_checkpoint), *heads).save(folder, {})
+    words = ["predict", "--model", folder, "--data", archive, "--device", "cpu", "--audit", DRAWN]
     words += ["--min-confidence", 0.5, "--out", folder / "check"]
-    return folder / "check", words, succeed(*words)
+    return folder / "check", words, succeed(*words).stdout
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if program is None:
@@ -71,31 +40,26 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-def table(path: Path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_an_audit_is_two_files_and_is_not_overwritten(audit):
     folder, words, printed = audit
-    assert sorted(path.name for path in folder.iterdir()) == ["audit.csv", "audit.html"]
+    assert names_in(folder) == {"audit.csv", "audit.html"}
     assert f"{DRAWN} of 200 images" in printed
-    rows = table(folder / "audit.csv")
+    rows = read_table(folder / "audit.csv")
     assert list(rows[0]) == ["id", "index", "cluster", "answer", "confidence", "selected", "audit"]
     assert len(rows) == DRAWN == len({row["id"] for row in rows})
     assert "perhaps with answers" in refuse(*words)
-    assert "holds no answers" in refuse("--answers", folder)
+    assert "holds no answers" in refuse("predict", "--answers", folder)
 
 
 def test_answers_written_into_the_table_are_counted(audit, tmp_path):
-    rows = table(audit[0] / "audit.csv")
+    rows = read_table(audit[0] / "audit.csv")
     for row, answer in zip(rows, ["ja"] * 9 + ["nein"] * 3, strict=True):
         row["answer"] = answer
     with open(tmp_path / "excel.csv", "w", encoding="utf-8-sig", newline="") as file:
         writer = csv.DictWriter(file, rows[0], delimiter=";")
         writer.writeheader()
         writer.writerows(rows)
-    printed = succeed("--answers", tmp_path / "excel.csv")
+    printed = succeed("predict", "--answers", tmp_path / "excel.csv").stdout
     assert "12 of 12 images answered, drawn from 200" in printed
     assert "accuracy: 75.0% (9 of 12 right), with 95% certainty between 42.8% and 94.5%" in printed
 
@@ -123,7 +87,7 @@ def test_answers_given_in_a_browser_are_kept_and_saved_as_a_table(audit, browser
     assert images.count() == 9
     assert all(image.evaluate("image => image.naturalWidth") > 0 for image in images.all())
     visible = page.locator("body").inner_text()
-    assert not any(row["confidence"] in visible for row in table(audit[0] / "audit.csv"))
+    assert not any(row["confidence"] in visible for row in read_table(audit[0] / "audit.csv"))
     page.set_viewport_size({"width": 375, "height": 667})
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
@@ -137,9 +101,9 @@ def test_answers_given_in_a_browser_are_kept_and_saved_as_a_table(audit, browser
     page.close()
     assert complaints == []
 
-    saved, fresh = table(tmp_path / "audit.csv"), table(audit[0] / "audit.csv")
+    saved, fresh = read_table(tmp_path / "audit.csv"), read_table(audit[0] / "audit.csv")
     assert [row["answer"] for row in saved] == ["yes", "?", "no", *["yes"] * 9]
     assert [{**row, "answer": ""} for row in saved] == fresh
-    printed = succeed("--answers", tmp_path)
+    printed = succeed("predict", "--answers", tmp_path).stdout
     assert "11 of 12 images answered" in printed
     assert "accuracy: 90.9% (10 of 11 right)" in printed

@@ -1,56 +1,23 @@
 """From other people's checkpoints to results and out again, with the commands in processes of their own."""
 
-from __future__ import annotations
-
-import contextlib
-import importlib
-import io
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.models.architectures import build
-from tests.helpers import ROOT
+from tests.helpers import commands
+from tests.helpers.commands import run_python
 
 STEM = {"kernel": 3, "stride": 1, "padding": 1, "pool": False}
 RESNET18 = {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [8] * 4, "stem": STEM}
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--epochs", "1"]
-PROGRAMS = {
-    "refine": "from cdc_plugin.cli.refine import refine_command as main",
-    "predict": "from cdc_plugin.cli.predict import predict_command as main",
-    "inspect": "from cdc_plugin.cli.inspect import inspect_command as main",
-    "export": "from cdc_plugin.cli.export import export_command as main",
-}
 
 
-def call(program: str, *words: object, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", f"{PROGRAMS[program]}; main()", *map(str, words)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def succeed(program: str, *words: object, **options) -> str:
-    done = call(program, *words, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def refuse(program: str, *words: object) -> str:
-    """The one line of a refusal; in this process, for there are many and importing torch takes seconds."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), pytest.raises(SystemExit) as end:
-        importlib.import_module(PROGRAMS[program].split()[1]).__dict__[PROGRAMS[program].split()[3]](
-            [str(word) for word in words]
-        )
-    assert end.value.code == 2, said.getvalue()
-    assert len(said.getvalue().splitlines()) == 1, said.getvalue()
-    return said.getvalue()
+def succeed(*words) -> str:
+    return commands.succeed(*words).stdout
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +33,7 @@ def network():
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory, digits) -> Path:
-    path = tmp_path_factory.mktemp("images") / "digits.npz"
-    np.savez(path, x=digits[0], y=digits[1])
-    return path
-
-
-@pytest.fixture(scope="module")
-def scan(tmp_path_factory, network) -> Path:
+def scan(tmp_path_factory, network):
     """What the second stage of SCAN saves: shortcut names, two heads, the better one as a numpy number."""
     torch.manual_seed(1)
     state = {f"backbone.{k.replace('downsample', 'shortcut')}": v for k, v in network.state_dict().items()}
@@ -85,7 +45,7 @@ def scan(tmp_path_factory, network) -> Path:
 
 
 @pytest.fixture(scope="module")
-def retrofitted(tmp_path_factory, scan, archive) -> Path:
+def retrofitted(tmp_path_factory, scan, archive):
     out = tmp_path_factory.mktemp("retrofit") / "run"
     table = succeed("refine", "--backbone", scan, "--data", archive, "--out", out, *QUICK)
     assert "old model" in table
@@ -115,21 +75,21 @@ def test_a_retrofit_without_labels_tells_agreement_and_confidence(scan, archive,
     assert "ACC" not in old
 
 
+ENDS_AFTER_AN_EPOCH = """
+import cdc_plugin.training.run_folder as p, os
+keep = p.write_history
+def stop(path, history):
+    keep(path, history)
+    if len(history) == 1: os._exit(9)
+p.write_history = stop
+from cdc_plugin.cli.refine import refine_command; refine_command()
+"""
+
+
 def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_path):
     words = ["--backbone", scan, "--data", archive, *QUICK[:-1]]
     succeed("refine", *words, 2, "--out", tmp_path / "whole")
-    code = (
-        "import cdc_plugin.training.run_folder as p, os\n"
-        "keep = p.write_history\n"
-        "def stop(path, history):\n"
-        "    keep(path, history)\n"
-        "    if len(history) == 1: os._exit(9)\n"
-        "p.write_history = stop\n"
-        "from cdc_plugin.cli.refine import refine_command; refine_command()"
-    )
-    killed = [sys.executable, "-c", code, *map(str, words), "2", "--out", str(tmp_path / "parts")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    assert subprocess.run(killed, env=environment, capture_output=True, timeout=300).returncode == 9
+    assert run_python("-c", ENDS_AFTER_AN_EPOCH, *words, "2", "--out", tmp_path / "parts").returncode == 9
     succeed("refine", "--resume", "--out", tmp_path / "parts")
     for name in ("model.safetensors", "predictions.csv"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
@@ -137,13 +97,15 @@ def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_
     assert reports[0]["old_model"] == reports[1]["old_model"]
 
 
-def test_what_cannot_be_kept_is_refused(scan, archive, tmp_path, tiny_checkpoint):
-    words = ["--data", archive, "--out", tmp_path / "run", "--init"]
-    assert "leave --clusters 7 out" in refuse("refine", "--backbone", scan, *words, "keep", "--clusters", 7, "--quiet")
-    line = refuse("refine", "--backbone", tiny_checkpoint, *words, "keep", "--clusters", 3, "--quiet", "arch=null")
-    assert "clustering head" in line
-    assert "keep" in refuse("refine", "--backbone", scan, *words, "chance", "--quiet")
-    assert "2 clustering heads" in refuse("refine", "--backbone", scan, *words, "keep", "--head", 5, "--quiet")
+def test_what_cannot_be_kept_is_refused(refuse, scan, archive, tmp_path, tiny_checkpoint):
+    for backbone, words, reason in (
+        (scan, ["keep", "--clusters", 7], "leave --clusters 7 out"),
+        (tiny_checkpoint, ["keep", "--clusters", 3, "arch=null"], "clustering head"),
+        (scan, ["chance"], "keep"),
+        (scan, ["keep", "--head", 5], "2 clustering heads"),
+    ):
+        given = ["--backbone", backbone, "--data", archive, "--out", tmp_path / "run", "--quiet", "--init", *words]
+        assert reason in refuse("refine", *given)
     assert not (tmp_path / "run").exists()
 
 
@@ -173,18 +135,18 @@ def test_a_run_folder_of_solo_learn_needs_nothing_else_and_its_clusters_go_back(
     assert (tmp_path / "exported" / "args.json").is_file()
 
 
-def test_inspect_tells_the_head_and_export_what_it_cannot_do(scan, retrofitted, archive, tmp_path):
+def test_inspect_tells_the_head_and_export_what_it_cannot_do(refuse, scan, retrofitted, archive, tmp_path):
     facts = json.loads(succeed("inspect", scan, "--json"))
     assert "SCAN" in json.dumps(facts)
     assert "heads" in succeed("inspect", scan, "--data", archive, "--device", "cpu")
     # torchvision has no ResNet of this width: the export says so and writes nothing.
-    line = refuse("export", "--model", retrofitted, "--to", "torchvision", "--out", tmp_path / "backbone.pth")
-    assert "torchvision has no network" in line
-    assert not (tmp_path / "backbone.pth").exists()
+    out = tmp_path / "backbone.pth"
+    assert "torchvision has no network" in refuse("export", "--model", retrofitted, "--to", "torchvision", "--out", out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("program", ["inspect", "refine", "export"])
-def test_a_hostile_or_broken_file_is_one_line(program, tmp_path, archive):
+def test_a_hostile_or_broken_file_is_one_line(refuse, program, tmp_path, archive):
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'executed'}",)
@@ -202,7 +164,7 @@ def test_a_hostile_or_broken_file_is_one_line(program, tmp_path, archive):
     assert not (tmp_path / "o").exists()
 
 
-def test_several_heads_of_which_none_is_the_best_ask_for_a_word(scan, archive, tmp_path):
+def test_several_heads_of_which_none_is_the_best_ask_for_a_word(refuse, scan, archive, tmp_path):
     payload = torch.load(scan, weights_only=False)
     torch.save(payload["model"], tmp_path / "heads.pth.tar")
     words = ["--data", archive, "--out", tmp_path / "out"]

@@ -1,40 +1,18 @@
 """``cdc-evaluate`` as people type it: an old model as it is, two side by side, and mistakes."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers.commands import names_in, run_python, succeed
 
 FILES = {"report.html", "report.json", "predictions.csv"}
-EVALUATE = "from cdc_plugin.cli.evaluate import evaluate_command; evaluate_command()"
-
-
-def run(program: str, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory, digits, write_images) -> Path:
+def photos(tmp_path_factory, digits, write_images):
     """Images in class folders, one of them broken, with spaces and letters beyond ASCII in paths."""
     folder = tmp_path_factory.mktemp("Bilder für Ömer") / "my photos"
     write_images(folder, digits[0][:60], digits[1][:60] % 3)
@@ -45,9 +23,7 @@ def photos(tmp_path_factory, digits, write_images) -> Path:
 def test_an_old_model_is_reported_on_as_it_is_in_a_new_numbered_folder(scan_checkpoint, photos, digits, tmp_path):
     np.save(tmp_path / "outside.npy", 255 - digits[0][:20])
     words = ["--model", scan_checkpoint, "--data", photos, "--ood", "outside.npy", "--device", "cpu"]
-    done = run(EVALUATE, *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    done = succeed("evaluate", *words, cwd=tmp_path)
     folder = tmp_path / "cdc-runs" / "model-evaluation-1"
     assert names_in(folder) == FILES
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
@@ -63,8 +39,8 @@ def test_an_old_model_is_reported_on_as_it_is_in_a_new_numbered_folder(scan_chec
 
 def test_models_are_put_side_by_side_each_with_its_own_report(scan_checkpoint, photos, tmp_path):
     words = ["--compare", scan_checkpoint, scan_checkpoint, "--names", "one", "two", "--data", photos, "--no-labels"]
-    done = run(EVALUATE, *words, "--out", "both", "--device", "cpu", "--quiet", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    done = succeed("evaluate", *words, "--out", "both", "--device", "cpu", "--quiet", cwd=tmp_path)
+    assert done.stderr == ""
     assert names_in(tmp_path / "both") == {"one", "two", "report.html", "report.json"}
     assert names_in(tmp_path / "both" / "one") == names_in(tmp_path / "both" / "two") == FILES
     assert "one: the model as it is" in done.stdout
@@ -99,7 +75,7 @@ for words in json.loads(sys.argv[1]):
     except SystemExit as end:
         print(end.code)
 """
-    done = run(program, json.dumps([[str(word) for word in words] for words, _ in cases]), cwd=tmp_path)
+    done = run_python("-c", program, json.dumps([words for words, _ in cases], default=str), cwd=tmp_path)
     lines = done.stderr.splitlines()
     assert done.stdout.split() == ["2"] * len(cases), done.stderr
     assert len(lines) == len(cases), done.stderr

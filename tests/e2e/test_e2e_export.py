@@ -1,9 +1,6 @@
 """Exports are fed back through the libraries they are for, and through our own loader."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from cdc_plugin.integrations import export as exports
 from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.export.torchvision import write_loading_code
 from cdc_plugin.models.backbone import Backbone
-from tests.helpers import ROOT
 from tests.helpers.exported_models import (
     IMAGES,
     MEAN,
@@ -51,11 +47,6 @@ def run_lines(lines):
 
 
 @pytest.fixture(scope="module")
-def resnet18(tmp_path_factory):
-    return result_folder(tmp_path_factory.mktemp("run") / "resnet18", RESNET18)
-
-
-@pytest.fixture(scope="module")
 def small_resnet18(tmp_path_factory):
     return result_folder(tmp_path_factory.mktemp("run") / "small", SMALL_RESNET18)
 
@@ -70,59 +61,43 @@ def shufflenet(tmp_path_factory):
     return result_folder(tmp_path_factory.mktemp("run") / "shufflenet", SHUFFLENET)
 
 
-@pytest.fixture(scope="module")
-def tiny_resnet(tmp_path_factory):
-    return result_folder(tmp_path_factory.mktemp("run") / "tiny", TINY_RESNET)
-
-
-def test_timm_loads_the_folder_in_each_of_its_three_ways(resnet18, tmp_path):
-    written = export_model(resnet18, "timm", tmp_path / "out")
-    expected = features(load_model(resnet18).backbone)
+def test_timm_loads_the_folder_in_each_of_its_three_ways(tmp_path):
+    model = clusterer(RESNET18)
+    written = export_model(model, "timm", tmp_path / "out")
     file = str(tmp_path / "out" / "model.safetensors")
     overlay = {"file": file}
-    for model in (
+    for network in (
         run_lines(written.load),
         timm.create_model("resnet18", pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0),
         timm.create_model("resnet18", checkpoint_path=file, num_classes=0),
     ):
-        assert torch.equal(features(model), expected)
+        assert torch.equal(features(network), features(model.backbone))
 
 
-def test_timm_knows_how_the_images_must_look(vit, tmp_path):
-    model = run_lines(export_model(vit, "timm", tmp_path / "out").load)
-    wanted = timm.data.resolve_model_data_config(model)
-    assert (list(wanted["mean"]), list(wanted["std"])) == (MEAN, STD)
-    assert list(wanted["input_size"]) == [3, 32, 32]
-    assert wanted["crop_pct"] == 1.0
-
-
-def test_arguments_that_no_weight_shows_reach_timm(vit, tmp_path):
+def test_timm_learns_what_no_weight_shows_and_gives_the_backbone_a_new_classifier(vit, tmp_path):
     written = export_model(vit, "timm", tmp_path / "out")
-    assert torch.equal(features(run_lines(written.load)), features(load_model(vit).backbone))
+    network = run_lines(written.load)
+    assert torch.equal(features(network), features(load_model(vit).backbone))
     assert written.network == "test_vit"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_args"] == {**TEST_VIT["kwargs"], "num_classes": 0}
+    wanted = timm.data.resolve_model_data_config(network)
+    assert (list(wanted["mean"]), list(wanted["std"])) == (MEAN, STD)
+    assert (list(wanted["input_size"]), wanted["crop_pct"]) == ([3, 32, 32], 1.0)
+    classifier = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=7)
+    assert classifier.eval()(IMAGES).shape == (3, 7)
+    assert torch.equal(classifier.cls_token, load_model(vit).backbone.module.cls_token)
 
 
-def test_timm_gives_the_backbone_a_new_classifier(vit, tmp_path):
-    export_model(vit, "timm", tmp_path / "out")
-    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=7)
-    assert model.eval()(IMAGES).shape == (3, 7)
-    assert torch.equal(model.cls_token, load_model(vit).backbone.module.cls_token)
-
-
-@pytest.mark.parametrize("spec", [RESNET18, SMALL_RESNET18])
-def test_the_printed_lines_load_the_state_dict_into_torchvision(spec, tmp_path):
+@pytest.mark.parametrize(
+    ("spec", "name"), [(RESNET18, "resnet18"), (SMALL_RESNET18, "resnet18"), (SHUFFLENET, "shufflenet_v2_x0_5")]
+)
+def test_the_printed_lines_load_the_state_dict_into_torchvision(spec, name, tmp_path):
     model = clusterer(spec)
-    written = export_model(model, "torchvision", tmp_path / "resnet18.pth")
-    assert written.network == "resnet18"
+    written = export_model(model, "torchvision", tmp_path / "network.pth")
+    assert written.network == name
     assert torch.equal(features(run_lines(written.load)), features(model.backbone))
     assert bool(written.notes) == ("stem" in spec)
-
-
-def test_networks_of_torchvision_lose_nothing_but_their_classifier(shufflenet, tmp_path):
-    written = export_model(shufflenet, "torchvision", tmp_path / "shufflenet.pth")
-    assert torch.equal(features(run_lines(written.load)), features(load_model(shufflenet).backbone))
 
 
 @pytest.mark.parametrize("stem", [{}, {"padding": 2}, {"pool": True}, {"stride": 2}])
@@ -216,23 +191,18 @@ def test_padding_that_solo_learn_would_not_have_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])
-def test_widths_that_a_library_does_not_have_are_refused(to, tiny_resnet, tmp_path):
-    out = tmp_path / ("r.pth" if to == "torchvision" else "out")
-    with pytest.raises(UserError, match=r"has no network that computes .* widths 8/8/8/8.*to='onnx'"):
-        export_model(tiny_resnet, to, out)
+@pytest.mark.parametrize(
+    ("to", "spec", "reason"),
+    [
+        *((to, TINY_RESNET, r"widths 8/8/8/8.*to='onnx'") for to in ("solo-learn", "timm", "torchvision")),
+        ("timm", SMALL_RESNET18, "stem 3x3.*to='torchvision'"),
+        ("solo-learn", {**SMALL_RESNET18, "depths": [3, 4, 6, 3]}, "ResNet-34"),
+    ],
+)
+def test_networks_that_a_library_does_not_have_are_refused(to, spec, reason, tmp_path):
+    with pytest.raises(UserError, match=f"{to} has no network that computes what the model does.*{reason}"):
+        export_model(clusterer(spec), to, tmp_path / ("r.pth" if to == "torchvision" else "out"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_small_stem_is_refused_for_timm(small_resnet18, tmp_path):
-    with pytest.raises(UserError, match=r"timm has no network .*stem 3x3.*to='torchvision'"):
-        export_model(small_resnet18, "timm", tmp_path / "out")
-
-
-def test_solo_learn_lacks_the_resnet34(tmp_path):
-    model = clusterer({**SMALL_RESNET18, "depths": [3, 4, 6, 3]})
-    with pytest.raises(UserError, match="solo-learn has no network that computes what the model does"):
-        export_model(model, "solo-learn", tmp_path / "run")
 
 
 def test_statistics_that_solo_learn_fixes_are_told(tmp_path):
@@ -326,20 +296,10 @@ def test_command_names_the_files_and_how_to_load_them(vit, tmp_path, capsys):
     assert printed.err == ""
 
 
-def test_refusals_of_the_command_are_one_line(tiny_resnet, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        export_command(["--model", str(tiny_resnet), "--to", "timm", "--out", str(tmp_path / "out")])
-    printed = capsys.readouterr()
-    assert (end.value.code, printed.out, len(printed.err.splitlines())) == (2, "", 1)
-    assert printed.err.startswith("cdc-export: error: timm has no network")
+def test_refusals_of_the_command_are_one_line(small_resnet18, tmp_path, refuse):
+    line = refuse("export", "--model", small_resnet18, "--to", "timm", "--out", tmp_path / "out")
+    assert line.startswith("cdc-export: error: timm has no network")
 
 
-def test_help_answers_without_torch_and_names_every_target():
-    code = (
-        "import sys; from cdc_plugin.cli import export as cli_export; print(cli_export.export_parser().format_help());"
-        "assert not {'torch', 'numpy', 'omegaconf', 'timm'} & set(sys.modules), sorted(sys.modules)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    shown = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+def test_the_command_offers_every_target():
     assert tuple(exports.TARGETS) == TARGETS
-    assert all(target in shown.stdout for target in TARGETS)

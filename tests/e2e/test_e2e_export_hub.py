@@ -1,9 +1,6 @@
 """The folder for the Hugging Face hub: written by the command, read back by its class and by our own commands."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.hub.model import CalibratedClusterer
 from cdc_plugin.models.backbone import Backbone
-from tests.helpers import ROOT
+from tests.helpers.commands import names_in, run_python
 from tests.helpers.exported_models import MEAN, STD, TINY_RESNET, OwnNetwork, clusterer, result_folder
 
 FILES = ["README.md", "config.json", "model.safetensors"]
@@ -55,11 +52,10 @@ def exported(run):
 
 
 def test_the_command_writes_model_and_card_without_network(run, tmp_path):
-    command = [sys.executable, "-c", OFFLINE + EXPORT, "--model", str(run), "--to", "hub", "--out", "my hub"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    words = ["--model", run, "--to", "hub", "--out", "my hub"]
+    done = run_python("-c", OFFLINE + EXPORT, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "my hub").iterdir()) == FILES
+    assert names_in(tmp_path / "my hub") == {*FILES}
     assert 'model = CalibratedClusterer.from_pretrained("my hub")' in done.stdout
     assert done.stderr.startswith("note: my hub/README.md states no licence")
     assert len(done.stderr.splitlines()) == 1

@@ -5,18 +5,24 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import time
 import types
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 
 from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.recipes import recipe_folder, recipe_names
-from tests.helpers import ROOT
+from cdc_plugin.integrations import hydra_callback
+from cdc_plugin.integrations.hydra_searchpath import RecipeSearchPath
+from tests.helpers.commands import run_python
 
 SOLO_YAML = """
 defaults:
@@ -67,13 +73,6 @@ main()
 
 def composed(overrides, folder):
     """The config that an application gets which has only its own YAML and the search path plug-in."""
-    pytest.importorskip("hydra", reason="hydra-core is not installed")
-    from hydra import compose, initialize_config_dir
-    from hydra.core.plugins import Plugins
-    from omegaconf import OmegaConf
-
-    from cdc_plugin.integrations.hydra_searchpath import RecipeSearchPath
-
     (folder / "solo.yaml").write_text(SOLO_YAML)
     Plugins.instance().register(RecipeSearchPath)
     with initialize_config_dir(str(folder), version_base="1.2"):
@@ -95,11 +94,6 @@ def test_the_recipe_is_a_node_of_its_own_that_can_be_overridden_and_refer_to_the
 
 
 def test_the_recipes_come_last_in_the_search_path_so_that_they_hide_nothing():
-    pytest.importorskip("hydra", reason="hydra-core is not installed")
-    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-
-    from cdc_plugin.integrations.hydra_searchpath import RecipeSearchPath
-
     search_path = ConfigSearchPathImpl()
     search_path.append("main", "pkg://solo")
     RecipeSearchPath().manipulate_search_path(search_path)
@@ -118,19 +112,12 @@ def test_an_installed_package_brings_its_hydra_plugin():
 
 
 def test_a_finished_job_starts_the_stage_on_its_run_folder_and_survives_its_failure(tmp_path):
-    pytest.importorskip("hydra", reason="hydra-core is not installed")
     (tmp_path / "solo.yaml").write_text(SOLO_YAML)
     (tmp_path / "app.py").write_text(SOLO_APP)
     where = f"hydra.searchpath=[file://{recipe_folder().parent}]"
     more = "hydra.callbacks.cdc_refine.options=[--epochs,3]"
-    done = subprocess.run(
-        [sys.executable, "app.py", "--config-name", "solo", where, "+cdc=digits", "hydra/callbacks=cdc_refine", more],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["--config-name", "solo", where, "+cdc=digits", "hydra/callbacks=cdc_refine", more]
+    done = run_python("app.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = Path("trained/simclr/0")
     assert f"COMMAND -m cdc_plugin --backbone {run} --out {run / 'cdc'} --epochs 3" in done.stdout
@@ -161,12 +148,6 @@ def test_of_a_recipe_the_settings_are_taken_but_not_other_images_and_statistics(
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """A callback whose job has written a run folder, and the commands it would run."""
-    pytest.importorskip("hydra", reason="hydra-core is not installed")
-    from hydra.core.utils import JobReturn, JobStatus
-    from omegaconf import OmegaConf
-
-    from cdc_plugin.integrations import hydra_callback
-
     for name in hydra_callback.RANKS:
         monkeypatch.delenv(name, raising=False)
     commands = []
@@ -184,36 +165,34 @@ def job(tmp_path, monkeypatch):
     def write(run_id, **other):
         folder = tmp_path / "byol" / run_id
         folder.mkdir(parents=True)
-        (folder / "args.json").write_text(
-            json.dumps({**OmegaConf.to_container(config), **other, "wandb_run_id": run_id})
-        )
+        content = {**OmegaConf.to_container(config), **other, "wandb_run_id": run_id}
+        (folder / "args.json").write_text(json.dumps(content))
         return folder
 
-    return types.SimpleNamespace(
-        callback=callback, config=config, ended=ended, write=write, commands=commands, failed=JobStatus.FAILED
-    )
+    def end():
+        callback.on_job_end(config, ended)
+        return commands
+
+    return types.SimpleNamespace(end=end, ended=ended, write=write, failed=JobStatus.FAILED)
 
 
 def test_runs_of_before_are_left_alone(job):
     old = job.write("old") / "args.json"
     os.utime(old, (time.time() - 3600,) * 2)
     new = job.write("new")
-    job.callback.on_job_end(job.config, job.ended)
-    assert job.commands[0][0][2:] == ["cdc_plugin", "--backbone", str(new), "--out", str(new / "cdc")]
+    assert job.end()[0][0][2:] == ["cdc_plugin", "--backbone", str(new), "--out", str(new / "cdc")]
 
 
 def test_of_runs_at_the_same_time_the_one_with_this_config_is_taken(job):
     own = job.write("own")
     job.write("other", name="large")
-    job.callback.on_job_end(job.config, job.ended)
-    assert job.commands[0][0][4] == str(own)
+    assert job.end()[0][0][4] == str(own)
 
 
 def test_results_of_before_are_kept(job):
     run = job.write("0")
     (run / "cdc").mkdir()
-    job.callback.on_job_end(job.config, job.ended)
-    assert job.commands[0][0][-1] == str(run / "cdc-2")
+    assert job.end()[0][0][-1] == str(run / "cdc-2")
 
 
 @pytest.mark.parametrize("runs", [(), ("a", "b")])
@@ -221,25 +200,21 @@ def test_where_the_run_folder_is_not_certain_nothing_is_started(job, caplog, run
     for name in runs:
         job.write(name)
     logging.getLogger("cdc_plugin.hydra").disabled = True  # as Hydra's logging leaves it
-    job.callback.on_job_end(job.config, job.ended)
-    assert not job.commands
+    assert not job.end()
     assert "the pretraining is complete: expected one run folder" in caplog.text
 
 
 def test_a_failed_job_and_other_ranks_start_nothing(job, monkeypatch):
     job.write("0")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    job.callback.on_job_end(job.config, job.ended)
+    assert not job.end()
     monkeypatch.setenv("LOCAL_RANK", "0")
     job.ended.status = job.failed
-    job.callback.on_job_end(job.config, job.ended)
-    assert not job.commands
+    assert not job.end()
 
 
 def test_the_stage_does_not_join_the_process_group_of_the_pretraining(job, monkeypatch):
     job.write("0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    job.callback.on_job_end(job.config, job.ended)
-    assert not {"WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"} & set(job.commands[0][1])
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert not {"WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"} & set(job.end()[0][1])

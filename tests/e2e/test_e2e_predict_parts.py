@@ -1,17 +1,11 @@
 """``cdc-predict`` is killed at every bad moment and typed again: in the end nothing is lost and nothing is left."""
 
-from __future__ import annotations
-
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers.commands import names_in, run_python
 
 # The command with small parts; the process ends itself at the moment that the first word names.
 DRIVER = """
@@ -49,7 +43,7 @@ predict_command(sys.argv[3:])
 
 
 @pytest.fixture
-def words(tmp_path, tiny_clusterer, digits) -> list[str]:
+def words(tmp_path, tiny_clusterer, digits):
     model = tmp_path / "run"
     model.mkdir()
     tiny_clusterer.save(model, {})
@@ -57,38 +51,28 @@ def words(tmp_path, tiny_clusterer, digits) -> list[str]:
     return ["--model", str(model), "--data", str(tmp_path / "new.npz"), "--device", "cpu", "--target-accuracy", "0.3"]
 
 
-def predict(tmp_path: Path, moment: str, count: int, *words: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", DRIVER, moment, str(count), *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def parts_of(out: Path) -> list[Path]:
-    return sorted((out.parent / f".{out.name}.parts").glob("[!.]*.npz"))
+def predict(*words):
+    return run_python("-c", DRIVER, *words)
 
 
 def test_the_same_command_resumes_after_any_kill(tmp_path, words):
     out, whole = tmp_path / "new.csv", tmp_path / "whole.csv"
-    assert predict(tmp_path, "never", 0, *words, "--out", whole).returncode == 0
+    assert predict("never", 0, *words, "--out", whole).returncode == 0
     left = []
     for moment, count in (("between parts", 3), ("writing a part", 2), ("told to end", 3), ("writing the table", 200)):
-        done = predict(tmp_path, moment, count, *words, "--out", out)
+        done = predict(moment, count, *words, "--out", out)
         assert done.stdout == "", moment
         assert not out.exists(), moment
         ended = 128 + signal.SIGTERM if moment == "told to end" else -signal.SIGKILL
         assert done.returncode == ended, (moment, done.stderr)
-        left.append(len(parts_of(out)))
+        left.append(len(list((tmp_path / ".new.csv.parts").glob("[!.]*.npz"))))
         if moment == "told to end":
             assert "resuming: 3 of 10 parts are finished" in done.stderr.splitlines()[0]
             assert done.stderr.splitlines()[1].startswith("cdc-predict: stopped by SIGTERM")
     assert left == [2, 3, 5, 10]
-    done = predict(tmp_path, "never", 0, *words, "--out", out)
+    done = predict("never", 0, *words, "--out", out)
     assert done.returncode == 0, done.stderr
     assert out.read_bytes() == whole.read_bytes()
     assert len(whole.read_text().splitlines()) == 151
     assert "150 images" in done.stdout.splitlines()[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "new.npz", "run", "whole.csv"]
+    assert names_in(tmp_path) == {"new.csv", "new.npz", "run", "whole.csv"}

@@ -35,18 +35,10 @@ def refine(*words):
     refine_command([str(word) for word in words])
 
 
-def refuse(capsys, *words):
-    with pytest.raises(SystemExit) as end:
-        refine(*words)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2
-    return line
-
-
-def test_an_unknown_tracker_is_refused_before_anything_is_read(tiny_checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_unknown_tracker_is_refused_before_anything_is_read(tiny_checkpoint, tmp_path, refuse, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = refuse(capsys, "--backbone", tiny_checkpoint, "--data", "nowhere", "--clusters", 3, "--track", "tensorbord")
-    assert "did you mean 'tensorboard'?" in line
+    words = ["--backbone", tiny_checkpoint, "--data", "nowhere", "--clusters", 3]
+    assert "did you mean 'tensorboard'?" in refuse("refine", *words, "--track", "tensorbord")
     assert list(Path().iterdir()) == []
 
 

@@ -14,7 +14,7 @@ import cdc_plugin
 from cdc_plugin import Backbone, Report, UserError, load_model, refine
 from cdc_plugin.errors import ConfigError, DataError, OutputError
 from cdc_plugin.pipeline import run
-from cdc_plugin.training.prepare import configure
+from cdc_plugin.training.request import configure
 from cdc_plugin.training.run_folder import RESULT_FILES
 from tests.helpers.json_records import check_record
 

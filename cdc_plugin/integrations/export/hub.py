@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from cdc_plugin.checkpoints.formats.native import HUB_DESCRIPTION, WEIGHTS, read_native
+from cdc_plugin.checkpoints.formats.native import HUB_DESCRIPTION, WEIGHTS, read_description
 from cdc_plugin.checkpoints.load_model import is_result, load_model
 from cdc_plugin.errors import CheckpointError, OutputError, option
-from cdc_plugin.integrations.export.files import Export, check_folder, create_folder, remove_earlier
-from cdc_plugin.integrations.export.source import Source
+from cdc_plugin.integrations.export import base
+from cdc_plugin.integrations.export.base import Export, Source
 from cdc_plugin.integrations.hub.card import render_card
 from cdc_plugin.integrations.hub.model import CARD, CalibratedClusterer
 from cdc_plugin.models.clusterer import Clusterer
@@ -23,9 +23,9 @@ FILES = (WEIGHTS, HUB_DESCRIPTION, CARD)
 
 def export_hub(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a folder for ``CalibratedClusterer.from_pretrained(FOLDER)``, or to be pushed to the hub."""
-    check_folder(out, overwrite)
+    base.check_folder(out, overwrite)
     model, provenance, report = _open(source)
-    folder = create_folder(out)
+    folder = base.create_folder(out)
     exported = CalibratedClusterer(model, provenance)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=folder) as name:
         staging = Path(name)
@@ -33,13 +33,10 @@ def export_hub(source: Source, out: Path, overwrite: bool) -> Export:
         described = json.loads((staging / HUB_DESCRIPTION).read_text(encoding="utf-8"))
         (staging / CARD).write_text(render_card(described, report), encoding="utf-8")
         _check(staging, exported)
-        remove_earlier(folder, ".safetensors", keep=staging)
+        base.remove_earlier(folder, ".safetensors", keep=staging)
         for file in FILES:
             (staging / file).replace(folder / file)
-    load = (
-        "from cdc_plugin import CalibratedClusterer",
-        f'model = CalibratedClusterer.from_pretrained("{folder}")',
-    )
+    load = ("from cdc_plugin import CalibratedClusterer", f'model = CalibratedClusterer.from_pretrained("{folder}")')
     notes = (f"{folder / CARD} states no licence: add one before publishing",)
     return Export(tuple(folder / file for file in FILES), source.network, load, notes)
 
@@ -59,22 +56,19 @@ def _open(source: Source) -> tuple[Clusterer, dict[str, Any], dict[str, Any]]:
             f"the hub export takes a result of cdc-refine, but the confidence of {source.name} is not calibrated; "
             f"type: cdc-refine --backbone {source.name}"
         )
-    return load_model(path), read_native(path)[0].get("provenance") or {}, _read_report(path)
-
-
-def _read_report(path: Path) -> dict[str, Any]:
+    folder = path if path.is_dir() else path.parent
     try:
-        return dict(json.loads(((path if path.is_dir() else path.parent) / "report.json").read_text(encoding="utf-8")))
+        report = dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        return {}
+        report = {}
+    return load_model(path), read_description(folder).get("provenance") or {}, report
 
 
 @torch.no_grad()
 def _check(folder: Path, exported: CalibratedClusterer) -> None:
     """Refuse files that give other probabilities than the model."""
     backbone = exported.clusterer.backbone
-    side = backbone.input_size
-    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    images = base.random_images(backbone, 2)
     expected = exported.eval()(images.to(backbone.mean.device)).cpu()
     actual = CalibratedClusterer.from_pretrained(str(folder))(images)
     if not torch.allclose(actual, expected, rtol=0, atol=1e-5):

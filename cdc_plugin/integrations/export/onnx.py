@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import CheckpointError, ConfigError, OutputError, option
-from cdc_plugin.integrations.export.files import Export, check_file
-from cdc_plugin.integrations.export.source import Source, note_assumptions
+from cdc_plugin.integrations.export.base import Export, Source, check_file, random_images
 from cdc_plugin.models.backbone import Backbone
 
 OPSET = 18
@@ -43,7 +42,11 @@ class ImageModel(nn.Module):
 def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
     """Write an ``.onnx`` file after onnxruntime reproduced its outputs."""
     check_file(out, (".onnx",), "model.onnx", overwrite)
-    _require_packages()
+    for package in PACKAGES:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(f"an ONNX export needs {package}; type: pip install 'cdc-plugin[onnx]'") from error
     model = copy.deepcopy(ImageModel(source.backbone, source.head)).cpu().eval()  # the user's may be on a GPU
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     if size > LIMIT:
@@ -66,17 +69,16 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
         f"  # float32 (N, 3, {source.backbone.input_size}, {source.backbone.input_size}) in [0, 1]",
     )
     notes = () if source.head is not None else (f"{source.name} has no clustering head: the graph returns features",)
-    return Export((out,), f"ONNX graph, opset {OPSET}", load, (*notes, *note_assumptions(source)))
+    return Export((out,), f"ONNX graph, opset {OPSET}", load, (*notes, *source.note_assumptions()))
 
 
 def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
-    images = _random_images(2, source)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # the exporter's own, about its internals
             return torch.onnx.export(
                 model,
-                (images,),
+                (random_images(source.backbone, 2),),
                 input_names=["images"],
                 output_names=list(names),
                 dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
@@ -85,20 +87,19 @@ def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
                 verbose=False,
             )
     except Exception as error:  # the exporter raises its own errors, which vary with its version
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"torch cannot export {source.name} ({source.network}) to ONNX: {reason}") from error
 
 
 def _metadata(source: Source) -> dict[str, str]:
-    facts: dict[str, Any] = {
+    facts = {
         "producer": "cdc_plugin",
         "input": "RGB images in [0, 1], float32 (N, 3, S, S); mean and std are inside the graph",
         **source.input_facts(),
         "network": source.network,
         "feature_dim": source.backbone.feature_dim,
+        **({} if source.head is None else {"clusters": source.head.clusters}),
     }
-    if source.head is not None:
-        facts["clusters"] = source.head.clusters
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
 
 
@@ -111,7 +112,7 @@ def _check(path: Path, model: ImageModel, source: Source) -> None:
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
     for batch in (1, 3):
-        images = _random_images(batch, source)
+        images = random_images(source.backbone, batch)
         with torch.no_grad():
             expected = model(images)
         outputs = session.run(None, {"images": images.numpy()})
@@ -122,16 +123,3 @@ def _check(path: Path, model: ImageModel, source: Source) -> None:
                     f"onnxruntime computes other numbers than torch for {source.name} (difference {distance:.1e}): "
                     "nothing was written; try another version of torch or onnxruntime"
                 )
-
-
-def _random_images(batch: int, source: Source) -> Tensor:
-    side = source.backbone.input_size
-    return torch.rand(batch, 3, side, side, generator=torch.Generator().manual_seed(batch))
-
-
-def _require_packages() -> None:
-    for package in PACKAGES:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ConfigError(f"an ONNX export needs {package}; type: pip install 'cdc-plugin[onnx]'") from error

@@ -16,15 +16,8 @@ from cdc_plugin.checkpoints.load import Wanted, formats
 from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.errors import CheckpointError, UserError, option
-from cdc_plugin.integrations.export.files import (
-    Export,
-    check_folder,
-    create_folder,
-    remove_earlier,
-    write_description,
-    write_json,
-)
-from cdc_plugin.integrations.export.source import Source, compute_same_features, note_assumptions
+from cdc_plugin.integrations.export import base
+from cdc_plugin.integrations.export.base import Export, Source
 from cdc_plugin.integrations.export.torchvision import find_torchvision_name
 
 # solo-learn's networks by the width of their first layer and the number of blocks in one of their stages.
@@ -63,19 +56,18 @@ class Settings:
 
 def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a run folder that ``main_linear.py`` loads without a missing or unexpected weight."""
-    check_folder(out, overwrite)
+    base.check_folder(out, overwrite)
     settings, spec = _find_settings(source)
-    file = f"cdc-{settings.name}-ep={source.epochs or 0}.ckpt"
-    folder = create_folder(out)
-    checkpoint, arguments = folder / file, folder / "args.json"
+    folder = base.create_folder(out)
+    checkpoint = folder / f"cdc-{settings.name}-ep={source.epochs or 0}.ckpt"
     payload = build_payload(source)
     write_atomically(checkpoint, lambda path: torch.save(payload, path))
-    write_json(arguments, build_arguments(source, settings))
+    arguments = base.write_json(folder / "args.json", build_arguments(source, settings))
     load = (f"python main_linear.py --config-path FOLDER --config-name FILE.yaml {settings.overrides(checkpoint)}",)
     made = {"library": "solo-learn", "network": settings.name, "load": load}
-    described = write_description(checkpoint, source, spec, made)
-    remove_earlier(folder, ".ckpt", keep=checkpoint)
-    notes = (*_note_input(source, settings), *note_assumptions(source))
+    described = base.write_description(checkpoint, source, spec, made)
+    base.remove_earlier(folder, ".ckpt", keep=checkpoint)
+    notes = (*_note_input(source, settings), *source.note_assumptions())
     return Export((checkpoint, arguments, described), settings.name, load, notes)
 
 
@@ -96,6 +88,7 @@ def build_payload(source: Source) -> dict[str, Any]:
 def build_arguments(source: Source, settings: Settings) -> dict[str, Any]:
     """Return the content of ``args.json``: what solo-learn needs to build the model, and others to feed it."""
     facts = source.input_facts()
+    view = {"crop_size": facts["input_size"], "num_crops": 1, "mean": facts["mean"], "std": facts["std"]}
     return {
         "name": f"cdc-{settings.name}",
         "method": settings.method,
@@ -107,9 +100,7 @@ def build_arguments(source: Source, settings: Settings) -> dict[str, Any]:
             "num_large_crops": 1,
             "num_small_crops": 0,
         },
-        "augmentations": [
-            {"crop_size": facts["input_size"], "num_crops": 1, "mean": facts["mean"], "std": facts["std"]}
-        ],
+        "augmentations": [view],
         "optimizer": {"name": "sgd", "batch_size": 256, "lr": 0.1, "classifier_lr": 0.1, "weight_decay": 0.0},
         "scheduler": {"name": "none"},
         "max_epochs": max(source.epochs or 0, 1),
@@ -129,10 +120,9 @@ def guess_settings(state: Mapping[str, Tensor], side: int) -> Iterator[Settings]
         yield from _guess_size("convnext", CONVNEXTS, state, "stem.0.weight", "stages.2.blocks.")
     elif "network.0.0.norm1.weight" in state:
         yield from _guess_size("poolformer", POOLFORMERS, state, "patch_embed.proj.weight", "network.0.")
-    elif "layers.0.blocks.0.attn.relative_position_bias_table" in state:
-        table = state["layers.0.blocks.0.attn.relative_position_bias_table"]
+    elif (table := state.get("layers.0.blocks.0.attn.relative_position_bias_table")) is not None:
         kwargs = _drop_defaults({"window_size": ((math.isqrt(len(table)) + 1) // 2, 7), "img_size": (side, 224)})
-        yield from _guess_size("swin", SWINS, state, "patch_embed.proj.weight", "layers.2.blocks.", kwargs)
+        yield from _guess_size("swin", SWINS, state, "patch_embed.proj.weight", "layers.2.blocks.", **kwargs)
     elif "blocks.0.attn.qkv.weight" in state and "patch_embed.proj.weight" in state:
         width, _, patch = state["patch_embed.proj.weight"].shape[:3]
         kwargs = _drop_defaults({"patch_size": (patch, 16), "img_size": (side, 224)})
@@ -144,18 +134,16 @@ def guess_settings(state: Mapping[str, Tensor], side: int) -> Iterator[Settings]
 
 def _find_settings(source: Source) -> tuple[Settings, dict[str, Any]]:
     """Return settings under which solo-learn's network computes the source's features, and our spec of it."""
-    state = source.weights()
-    load = formats.get("solo-learn").load
-    tried = list(guess_settings(state, source.backbone.input_size))
+    payload = build_payload(source)
+    tried = list(guess_settings(source.weights(), source.backbone.input_size))
     for settings in tried:
         beside = {"args.json": build_arguments(source, settings)}
-        payload = build_payload(source)
         checkpoint = Checkpoint(Path(source.name) / "export.ckpt", payload, beside, payload["state_dict"])
         try:
-            built = load(checkpoint, Wanted()).backbone
+            built = formats.get("solo-learn").load(checkpoint, Wanted()).backbone
         except UserError:
             continue  # other names or shapes
-        if built.spec is not None and compute_same_features(source.backbone, built.module):
+        if built.spec is not None and base.compute_same_features(source.backbone, built.module):
             return settings, built.spec
     if tried and tried[0].dataset == "cifar10":
         raise CheckpointError(
@@ -163,24 +151,16 @@ def _find_settings(source: Source) -> tuple[Settings, dict[str, Any]]:
             f"{source.name} is {source.network}: it would load there and compute other features; "
             f"{option('to', 'torchvision')} takes it"
         )
-    raise CheckpointError(
-        f"solo-learn has no network that computes what {source.name} does ({source.network}); "
-        f"{option('to', 'onnx')} takes any network"
-    )
+    raise source.refuse("solo-learn")
 
 
 def _guess_size(
-    kind: str,
-    names: Mapping[tuple[int, int], str],
-    state: Mapping[str, Tensor],
-    first: str,
-    stage: str,
-    kwargs: dict[str, Any] | None = None,
+    kind: str, names: Mapping[Any, str], state: Mapping[str, Tensor], first: str, stage: str, **kwargs: Any
 ) -> Iterator[Settings]:
     blocks = {key.removeprefix(stage).split(".")[0] for key in state if key.startswith(stage)}
     size = names.get((len(state[first]), len(blocks))) if first in state else None
     if size is not None:
-        yield Settings(f"{kind}_{size}", kwargs or {})
+        yield Settings(f"{kind}_{size}", kwargs)
 
 
 def _drop_defaults(values: dict[str, tuple[int, int]]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
 from cdc_plugin.data.atomic import write_atomically
 from cdc_plugin.data.views import storage_size
-from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.integrations.export.files import Export, check_folder, create_folder, write_description, write_json
-from cdc_plugin.integrations.export.source import Source, find_equal_network, note_assumptions
+from cdc_plugin.errors import option
+from cdc_plugin.integrations.export import base
+from cdc_plugin.integrations.export.base import Export, Source
 from cdc_plugin.integrations.export.torchvision import find_torchvision_name
 from cdc_plugin.models.architectures import build
 
@@ -24,24 +24,22 @@ def export_timm(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``."""
     from safetensors.torch import save_file
 
-    check_folder(out, overwrite)
-    spec = find_equal_network(source, _candidates(source))
+    base.check_folder(out, overwrite)
+    spec = base.find_equal_network(source, _candidates(source))
     if spec is None:
-        raise CheckpointError(
-            f"timm has no network that computes what {source.name} does ({source.network}); "
-            f"{option('to', 'torchvision')} takes ResNets with any stem, {option('to', 'onnx')} any network"
-        )
-    folder = create_folder(out)
-    weights, config = folder / WEIGHTS, folder / CONFIG
-    load = (
-        "import timm",
-        f'model = timm.create_model("local-dir:{folder}", pretrained=True)',
+        others = f"{option('to', 'torchvision')} takes ResNets with any stem, {option('to', 'onnx')} any network"
+        raise source.refuse("timm", others)
+    folder = base.create_folder(out)
+    weights, load = (
+        folder / WEIGHTS,
+        ("import timm", f'model = timm.create_model("local-dir:{folder}", pretrained=True)'),
     )
     tensors = source.weights()
     write_atomically(weights, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    write_json(config, build_config(source, spec))
-    described = write_description(weights, source, spec, {"library": "timm", "network": spec["name"], "load": load})
-    return Export((weights, config, described), spec["name"], load, note_assumptions(source))
+    config = base.write_json(folder / CONFIG, build_config(source, spec))
+    made = {"library": "timm", "network": spec["name"], "load": load}
+    described = base.write_description(weights, source, spec, made)
+    return Export((weights, config, described), spec["name"], load, source.note_assumptions())
 
 
 def build_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import torch
 
 from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
 from cdc_plugin.data.atomic import write_atomically
-from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.integrations.export.files import Export, check_file, check_free, find_description, write_description
-from cdc_plugin.integrations.export.source import Source, find_equal_network, note_assumptions
+from cdc_plugin.integrations.export import base
+from cdc_plugin.integrations.export.base import Export, Source
 from cdc_plugin.models.architectures import STEM
 
 # torchvision's ResNets by block, depths, groups and width per group; all have the widths 64/128/256/512.
@@ -33,20 +32,18 @@ WIDTHS = [64, 128, 256, 512]
 
 def export_torchvision(source: Source, out: Path, overwrite: bool) -> Export:
     """Write a state dict without classifier, and beside it the lines of Python that load it."""
-    check_file(out, (".pth", ".pt"), "resnet18.pth", overwrite)
-    check_free(find_description(out), overwrite)
-    spec = find_equal_network(source, _candidates(source))
+    base.check_file(out, (".pth", ".pt"), "resnet18.pth", overwrite, described=True)
+    spec = base.find_equal_network(source, _candidates(source))
     name = None if spec is None else find_torchvision_name(spec)
     if spec is None or name is None:
-        raise CheckpointError(
-            f"torchvision has no network that computes what {source.name} does ({source.network}); "
-            f"{option('to', 'onnx')} takes any network"
-        )
+        raise source.refuse("torchvision")
     load = write_loading_code(name, spec, out)
     tensors = source.weights()
     write_atomically(out, lambda path: torch.save(tensors, path))
-    described = write_description(out, source, spec, {"library": "torchvision", "network": name, "load": load})
-    return Export((out, described), name, load, (*_note_stem(spec), *note_assumptions(source)))
+    described = base.write_description(out, source, spec, {"library": "torchvision", "network": name, "load": load})
+    unusual = spec["family"] == "resnet" and STEM | dict(spec.get("stem", {})) != STEM
+    note = "its stem is not torchvision's own: build conv1 and maxpool as shown, or the features differ"
+    return Export((out, described), name, load, (*([note] if unusual else []), *source.note_assumptions()))
 
 
 def find_torchvision_name(spec: dict[str, Any]) -> str | None:
@@ -65,8 +62,8 @@ def write_loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str
     lines = ["import torch, torchvision", f'model = torchvision.models.get_model("{name}"{kwargs})']
     if spec["family"] == "resnet":
         stem = STEM | dict(spec.get("stem", {}))
-        if {key: stem[key] for key in ("kernel", "stride", "padding")} != {"kernel": 7, "stride": 2, "padding": 3}:
-            sizes = f"{stem['kernel']}, stride={stem['stride']}, padding={stem['padding']}"
+        sizes = f"{stem['kernel']}, stride={stem['stride']}, padding={stem['padding']}"
+        if sizes != "7, stride=2, padding=3":
             lines.append(f"model.conv1 = torch.nn.Conv2d(3, 64, {sizes}, bias=False)")
         if not stem["pool"]:
             lines.append("model.maxpool = torch.nn.Identity()")
@@ -90,12 +87,6 @@ def _classifier(spec: dict[str, Any]) -> str:
     with torch.device("meta"):
         network = models.get_model(spec["name"], weights=None, **_kwargs(spec["name"], spec))
     return [path for path, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
-
-
-def _note_stem(spec: dict[str, Any]) -> tuple[str, ...]:
-    if spec["family"] != "resnet" or STEM | dict(spec.get("stem", {})) == STEM:
-        return ()
-    return ("its stem is not torchvision's own: build conv1 and maxpool as shown, or the features differ",)
 
 
 def _candidates(source: Source) -> Iterator[dict[str, Any]]:

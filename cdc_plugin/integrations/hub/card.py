@@ -15,22 +15,6 @@ from cdc_plugin.models.architectures import describe
 LIBRARY, PIPELINE = "cdc-plugin", "image-classification"
 TAGS = ("calibration", "deep-clustering", "image-clustering", "self-supervised-learning")
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-LABEL_FREE = {
-    "expected_accuracy": "mean calibrated confidence, the expected accuracy",
-    "heads_agree": "images on which both heads agree",
-    "trusted_share": "images that would serve as pseudo-labels",
-    "augmentation_agreement": "predictions kept under augmentation",
-    "neighbour_consistency": "nearest neighbours in the same cluster",
-    "kmeans_agreement": "images on which k-means on the features agrees",
-    "stability": "predictions kept over the last epochs",
-    "balance": "evenness of the cluster sizes, 100 for equal ones",
-    "largest_cluster_share": "share of the largest cluster",
-}
-HEADS = {
-    "calibration_head": "calibration head (it predicts)",
-    "clustering_head": "clustering head",
-    "kmeans": "k-means on the features",
-}
 MEASURED = ("ACC", "NMI", "ARI", "ECE", "AUROC", "AURC", "FPR95")
 
 
@@ -44,7 +28,7 @@ def render_card(description: Mapping[str, Any], report: Mapping[str, Any]) -> st
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # escaped by _escape, for Markdown
-    environment.filters["cell"] = _escape
+    environment.filters |= {"cell": _escape, "percent": _format_percent}
     backbone, clusters = description["backbone"], description["heads"]["clusters"]
     provenance = strip_folders(description.get("provenance") or {})
     data = strip_folders(report).get("data") or provenance.get("data")
@@ -58,8 +42,8 @@ def render_card(description: Mapping[str, Any], report: Mapping[str, Any]) -> st
         "epochs": provenance.get("epochs"),
         "seed": provenance.get("seed"),
     }
-    label_free = report.get("label_free") or {}
-    columns, measured = _tabulate_measured(report)
+    heads = report.get("after") if report.get("labels") else None
+    measured = {name: head for name, head in (heads or {}).items() if head.get("ACC") is not None}
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         library=LIBRARY,
         pipeline=PIPELINE,
@@ -67,14 +51,9 @@ def render_card(description: Mapping[str, Any], report: Mapping[str, Any]) -> st
         data=data,
         clusters=clusters,
         side=backbone["input_size"],
-        facts=[(name, value) for name, value in facts.items() if value is not None],
-        label_free=[
-            (text, _percent(label_free.get(name)))
-            for name, text in LABEL_FREE.items()
-            if label_free.get(name) is not None
-        ],
-        warnings=[warning["text"] for warning in label_free.get("warnings") or ()],
-        columns=columns,
+        facts=facts,
+        label_free=report.get("label_free") or {},
+        columns=[name for name in MEASURED if any(head.get(name) is not None for head in measured.values())],
         measured=measured,
     )
 
@@ -90,20 +69,10 @@ def strip_folders(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, **names}
 
 
-def _tabulate_measured(report: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return columns and rows of the figures with labels; no rows where there were no labels."""
-    after = report.get("after") or {}
-    heads = {title: after[head] for head, title in HEADS.items() if after.get(head, {}).get("ACC") is not None}
-    if not report.get("labels"):
-        return [], []
-    columns = [name for name in MEASURED if any(figures.get(name) is not None for figures in heads.values())]
-    return columns, [(title, *(_percent(figures.get(name)) for name in columns)) for title, figures in heads.items()]
-
-
 def _escape(value: Any) -> str:
     """Return any value as text that breaks neither a table nor a heading."""
     return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;").encode(errors="replace").decode()
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"

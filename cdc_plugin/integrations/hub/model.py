@@ -30,6 +30,14 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
     Args:
         provenance: what it was made from; published, hence paths lose their folders.
         card: text of the model card; written from the model by default.
+
+    >>> import torch
+    >>> from cdc_plugin.models.backbone import Backbone
+    >>> from cdc_plugin.models.heads import ClusterHead
+    >>> backbone = Backbone(nn.AvgPool2d(8), 3, mean=[0.5] * 3, std=[0.25] * 3, input_size=8)
+    >>> model = CalibratedClusterer(Clusterer(backbone, ClusterHead(3, 16, 5), ClusterHead(3, 16, 5)))
+    >>> model.eval()(torch.rand(4, 3, 8, 8)).shape
+    torch.Size([4, 5])
     """
 
     def __init__(self, clusterer: Clusterer, provenance: dict[str, Any] | None = None, card: str | None = None) -> None:
@@ -77,26 +85,14 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
         cls,
         *,
         model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
         map_location: str = "cpu",
         strict: bool = True,  # passed by the mixin; loading is always strict
-        **model_kwargs: Any,  # arguments of __init__ from config.json
+        provenance: dict[str, Any] | None = None,  # from config.json
+        **download: Any,
     ) -> CalibratedClusterer:
         folder = Path(model_id)
         if not folder.is_dir():
-            downloaded = snapshot_download(
-                model_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-                allow_patterns=[HUB_DESCRIPTION, WEIGHTS, CARD],
-            )
-            folder = Path(downloaded)
+            files = [HUB_DESCRIPTION, WEIGHTS, CARD]
+            folder = Path(snapshot_download(model_id, allow_patterns=files, **download))
         card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else None
-        return cls(load_model(folder), model_kwargs.get("provenance"), card).to(map_location).eval()
+        return cls(load_model(folder), provenance, card).to(map_location).eval()

@@ -118,7 +118,9 @@ def load_pretrain_config(
         infer: returns the recipe that suits the data, which all of these overlay; not called for a shipped recipe.
     """
     shipped = recipe is not None and find_recipe(recipe, "pretrain").parent == recipe_folder("pretrain")
-    config = load_config(recipe, flags, overrides, None if shipped else infer, schema=PretrainConfig)
+    config = load_config(recipe, flags, overrides, schema=PretrainConfig)
+    if infer is not None and not shipped:
+        config = load_config(recipe, flags, overrides, infer(config), schema=PretrainConfig)
     if shipped and (stated := load_config(recipe, schema=PretrainConfig).method) != config.method:
         other = str(recipe).replace(stated, config.method)
         hint = f", or take {option('recipe', other)}" if other != str(recipe) else ""

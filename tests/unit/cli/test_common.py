@@ -1,4 +1,3 @@
-import argparse
 import ctypes
 import importlib
 import os
@@ -7,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_an_option_that_is_not_given_is_no_flag():
 
 
 def test_the_help_of_an_option_is_that_of_its_setting():
-    parser = argparse.ArgumentParser()
+    parser = common.make_parser("program", "", "")
     common.add_settings(parser, "batch_size", "flip", schema=PretrainConfig)
     text = parser.format_help()
     assert "images per step (default: 256)" in text
@@ -74,19 +74,16 @@ def test_the_help_of_an_option_is_that_of_its_setting():
 
 
 def test_hints_name_flags_inside_a_command_only(capsys):
-    def refuse(_options):
+    with pytest.raises(SystemExit) as end, common.run_command(refine_parser(), []):
         raise UserError(f"try {option('batch_size', 3)}")
-
-    with pytest.raises(SystemExit) as end:
-        common.run_command(refuse, refine_parser(), [])
     assert end.value.code == 2
     assert capsys.readouterr().err == "cdc-refine: error: try --batch-size 3\n"
     assert option("batch_size", 3) == "batch_size=3"
 
 
 def test_an_error_of_the_program_is_not_disguised_as_the_users():
-    with pytest.raises(ZeroDivisionError):
-        common.run_command(lambda options: 1 / 0, refine_parser(), [])
+    with pytest.raises(ZeroDivisionError), common.run_command(refine_parser(), []):
+        raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("error", [None, AttributeError("half cleaned up"), UserError("cannot write")])
@@ -99,45 +96,35 @@ def test_an_error_of_the_program_is_not_disguised_as_the_users():
     ],
 )
 def test_what_fails_because_it_was_interrupted_is_an_interruption(error, interruption, code, reason, capsys):
-    def interrupted(_options):
+    def interrupted():
         try:
             raise interruption
         finally:
             if error is not None:
                 raise error
 
-    with pytest.raises(SystemExit) as ended:
-        common.run_command(interrupted, refine_parser(), [], "continue with --resume")
+    with pytest.raises(SystemExit) as ended, common.run_command(refine_parser(), [], "continue with --resume"):
+        interrupted()
     assert ended.value.code == code
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
     assert line.endswith("continue with --resume")
 
 
-class Library:
-    """A C library that records the calls of mallopt."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, int]] = []
-
-    def mallopt(self, what: int, value: int) -> None:
-        self.calls.append((what, value))
-
-
 @pytest.fixture
-def library(monkeypatch) -> Library:
-    found = Library()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+def library(monkeypatch) -> Mock:
+    """A C library that records the calls of mallopt."""
+    monkeypatch.setattr(ctypes, "CDLL", found := Mock())
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    return found
+    return found.return_value.mallopt
 
 
 def test_waiting_threads_sleep_and_freed_memory_is_kept(library):
     set_up_process()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     # glibc: M_MMAP_THRESHOLD is -3, M_TRIM_THRESHOLD is -1; both values are int in C.
-    assert dict(library.calls) == {-3: 1 << 30, -1: 2**31 - 1}
+    assert sorted(call.args for call in library.call_args_list) == [(-3, 1 << 30), (-1, 2**31 - 1)]
 
 
 def test_what_the_user_has_chosen_stays(library, monkeypatch):
@@ -146,11 +133,7 @@ def test_what_the_user_has_chosen_stays(library, monkeypatch):
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-def no_library(name: str | None) -> None:
-    raise OSError("no such library")
-
-
-@pytest.mark.parametrize("other", [lambda name: object(), no_library], ids=["without mallopt", "not there"])
+@pytest.mark.parametrize("other", [Mock(return_value=object()), Mock(side_effect=OSError)])
 def test_another_c_library_is_no_trouble(library, monkeypatch, other):
     monkeypatch.setattr(ctypes, "CDLL", other)
     set_up_process()
@@ -161,7 +144,7 @@ def test_another_c_library_is_no_trouble(library, monkeypatch, other):
 def test_other_systems_are_not_asked_for_memory(library, monkeypatch, platform):
     monkeypatch.setattr(sys, "platform", platform)
     set_up_process()
-    assert library.calls == []
+    library.assert_not_called()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
@@ -175,7 +158,8 @@ def test_the_real_c_library_accepts_the_settings():
 def test_a_command_is_set_up_before_it_does_anything_and_before_torch_is_there(monkeypatch):
     events: list[str] = []
     monkeypatch.setattr(common, "set_up_process", lambda: events.append("set up"))
-    common.run_command(lambda options: events.append("command"), refine_parser(), [])
+    with common.run_command(refine_parser(), []):
+        events.append("command")
     assert events == ["set up", "command"]
     words = "import sys; import cdc_plugin.cli.refine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], timeout=60, check=False).returncode == 0

@@ -1,20 +1,10 @@
-import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cdc_plugin.cli.evaluate import cautions, evaluate_command, outcome
+from cdc_plugin.cli.evaluate import cautions, outcome
 from cdc_plugin.evaluation.report_record import Report
-
-
-@pytest.fixture(autouse=True)
-def _no_handler_is_left():
-    log = logging.getLogger("cdc_plugin")
-    before, level = list(log.handlers), log.level
-    yield
-    log.handlers[:] = before
-    log.setLevel(level)
 
 
 def metrics(acc: float | None = 0.7, conf: float = 0.9, heads: int = 1, **others) -> dict:
@@ -32,15 +22,6 @@ def metrics(acc: float | None = 0.7, conf: float = 0.9, heads: int = 1, **others
 
 def report(content: dict) -> Report:
     return Report(content, np.recarray(0, dtype=[("cluster", int)]), Path("out"))
-
-
-def refuse(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as end:
-        evaluate_command(words)
-    printed = capsys.readouterr()
-    assert (end.value.code, printed.out) == (2, "")
-    assert len(printed.err.splitlines()) == 1, printed.err
-    return printed.err
 
 
 def test_an_over_confident_old_model_is_named_with_the_command_that_mends_it():
@@ -106,8 +87,15 @@ def test_unread_images_are_counted():
     assert found == ["1 image could not be read; report.json names it"]
 
 
-def test_what_is_missing_or_does_not_go_together_is_told(capsys):
-    assert "missing --model" in refuse(capsys)
-    assert "give these with --compare" in refuse(capsys, "--model", "a", "--names", "b")
-    assert "at least two models" in refuse(capsys, "--compare", "a", "--quiet")
-    assert "there is no model" in refuse(capsys, "--model", "/no/such/model", "--quiet")
+@pytest.mark.usefixtures("_log_as_before")
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "missing --model"),
+        (["--model", "a", "--names", "b"], "give these with --compare"),
+        (["--compare", "a", "--quiet"], "at least two models"),
+        (["--model", "/no/such/model", "--quiet"], "there is no model"),
+    ],
+)
+def test_what_is_missing_or_does_not_go_together_is_told(refuse, words, reason):
+    assert reason in refuse("evaluate", *words)

@@ -1,4 +1,3 @@
-import csv
 import errno
 import json
 from pathlib import Path
@@ -15,6 +14,7 @@ from cdc_plugin.evaluation import predict_resume as prediction_parts
 from cdc_plugin.evaluation import prediction_table as tables
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
+from tests.helpers.commands import read_table
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ def photos(tmp_path, digits, write_images) -> Path:
     return write_images(tmp_path / "photos", digits[0][:30])
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def table_of(path: Path) -> object:
     """What a file holds; of Parquet the rows, as its groups may differ."""
     if path.suffix == ".parquet":
@@ -54,20 +49,10 @@ def sort(capsys, *words: object) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def refuse(capsys, *words: object) -> str:
-    with pytest.raises(SystemExit) as end:
-        predict_command([str(word) for word in words])
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1, printed.err
-    return printed.err
-
-
 def test_a_threshold_marks_rows_and_drops_none(capsys, model, photos, tmp_path):
     out = tmp_path / "new.csv"
     lines = sort(capsys, "--model", model, "--data", photos, "--out", out, "--min-confidence", 0.8)
-    rows = rows_of(out)
+    rows = read_table(out)
     marked = [row["selected"] == "1" for row in rows]
     assert len(rows) == 30
     assert marked == [float(row["confidence"]) >= 0.8 for row in rows]
@@ -84,8 +69,8 @@ def test_a_target_takes_the_largest_set_and_its_threshold_gives_the_same_set_aga
     lines = sort(capsys, *words, "--out", tmp_path / "a.csv", "--target-accuracy", 0.85)
     threshold = lines[1].split("at least ")[1].split(",")[0]
     sort(capsys, *words, "--out", tmp_path / "b.csv", "--min-confidence", threshold)
-    rows = rows_of(tmp_path / "a.csv")
-    assert rows == rows_of(tmp_path / "b.csv")
+    rows = read_table(tmp_path / "a.csv")
+    assert rows == read_table(tmp_path / "b.csv")
     confidence = sorted((float(row["confidence"]) for row in rows), reverse=True)
     count = sum(row["selected"] == "1" for row in rows)
     assert 0 < count < 30
@@ -96,9 +81,9 @@ def test_nothing_and_everything_selected_are_said_plainly(capsys, model, photos,
     words = ["--model", model, "--data", photos, "--out", tmp_path / "new.csv", "--overwrite"]
     assert "all 30 images selected: confidence at least 0.1" in sort(capsys, *words, "--min-confidence", 0.1)[1]
     line = sort(capsys, *words, "--target-accuracy", 1)[1]
-    surest = max(row["confidence"] for row in rows_of(tmp_path / "new.csv"))
+    surest = max(row["confidence"] for row in read_table(tmp_path / "new.csv"))
     assert line == f"no image selected: the surest has confidence {surest}"
-    assert {row["selected"] for row in rows_of(tmp_path / "new.csv")} == {"0"}
+    assert {row["selected"] for row in read_table(tmp_path / "new.csv")} == {"0"}
 
 
 @pytest.mark.parametrize("name", ["new.csv", "new.parquet", "new.json", "new.xml", "sorted"])
@@ -130,7 +115,7 @@ def test_images_in_parts_are_drawn_for_an_audit_as_all_at_once_are(capsys, model
 
 
 def test_a_table_that_cannot_be_written_leaves_the_parts_for_the_next_time(
-    capsys, model, photos, tmp_path, monkeypatch
+    capsys, refuse, model, photos, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(prediction_parts, "PART", 8)
     words = ["--model", model, "--data", photos, "--out", tmp_path / "new.csv"]
@@ -140,19 +125,19 @@ def test_a_table_that_cannot_be_written_leaves_the_parts_for_the_next_time(
 
     with monkeypatch.context() as fault:
         fault.setattr(tables, "_format", full)
-        assert "no space left while writing" in refuse(capsys, *words, "--device", "cpu")
+        assert "no space left while writing" in refuse("predict", *words, "--device", "cpu")
     assert len(list((tmp_path / ".new.csv.parts").glob("*.npz"))) == 4
     with monkeypatch.context() as fault:
         fault.setattr(prediction, "_compute_columns", full)  # nothing is computed again
         sort(capsys, *words, "--min-confidence", 0.9)
-    assert len(rows_of(tmp_path / "new.csv")) == 30
+    assert len(read_table(tmp_path / "new.csv")) == 30
     assert not (tmp_path / ".new.csv.parts").exists()
 
 
 def test_without_a_wish_there_is_no_column_of_selected_images(capsys, model, photos, tmp_path):
     lines = sort(capsys, "--model", model, "--data", photos, "--out", tmp_path / "new.csv")
     assert len(lines) == 1
-    assert "selected" not in rows_of(tmp_path / "new.csv")[0]
+    assert "selected" not in read_table(tmp_path / "new.csv")[0]
 
 
 def test_an_old_models_confidence_is_called_what_it_is(capsys, model, photos, tmp_path, monkeypatch):
@@ -163,23 +148,6 @@ def test_an_old_models_confidence_is_called_what_it_is(capsys, model, photos, tm
     monkeypatch.setattr(cdc_plugin.evaluation.models, "open_model", lambda path, head: opened)
     predict_command(["--model", str(model), "--data", str(photos), "--out", str(tmp_path / "a.csv"), "--device", "cpu"])
     assert "its confidence is that of the old model as it is" in capsys.readouterr().err
-
-
-def test_images_to_check_by_hand_are_written_and_their_answers_read(capsys, model, photos, tmp_path):
-    folder = tmp_path / "check"
-    words = ["--model", model, "--data", photos, "--out", folder, "--audit", 12, "--target-accuracy", 0.9]
-    lines = sort(capsys, *words)
-    assert lines[0].startswith("12 of 30 images to check by hand")
-    assert {path.name for path in folder.iterdir()} == {"audit.csv", "audit.html"}
-    assert "--overwrite" in refuse(capsys, *words)
-    sheet = folder / "audit.csv"
-    rows = rows_of(sheet)
-    with open(sheet, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows({**row, "answer": "yes"} for row in rows)
-    lines = sort(capsys, "--answers", folder)
-    assert any("12 of 12" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -196,15 +164,15 @@ def test_images_to_check_by_hand_are_written_and_their_answers_read(capsys, mode
     ],
     ids=str,
 )
-def test_mistakes_end_with_one_line_before_any_work(capsys, tmp_path, words, message):
-    line = refuse(capsys, "--model", "nowhere", "--data", "nowhere", "--out", tmp_path / "p.csv", *words)
+def test_mistakes_end_with_one_line_before_any_work(refuse, tmp_path, words, message):
+    line = refuse("predict", "--model", "nowhere", "--data", "nowhere", "--out", tmp_path / "p.csv", *words)
     assert message in line
 
 
-def test_what_is_missing_is_named(capsys):
-    assert "missing --model, --data, --out" in refuse(capsys)
-    assert "missing --out" in refuse(capsys, "--model", "a", "--data", "b")
-    assert "leave --model out" in refuse(capsys, "--answers", "a", "--model", "b")
+def test_what_is_missing_is_named(refuse):
+    assert "missing --model, --data, --out" in refuse("predict")
+    assert "missing --out" in refuse("predict", "--model", "a", "--data", "b")
+    assert "leave --model out" in refuse("predict", "--answers", "a", "--model", "b")
 
 
 def test_two_wishes_at_once_end_with_code_two(capsys):
@@ -214,18 +182,18 @@ def test_two_wishes_at_once_end_with_code_two(capsys):
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_places_models_and_data_that_will_not_do_end_with_one_line(capsys, tmp_path, model, photos):
+def test_places_models_and_data_that_will_not_do_end_with_one_line(refuse, tmp_path, model, photos):
     out = tmp_path / "p.csv"
-    assert "is a folder" in refuse(capsys, "--model", model, "--data", photos, "--out", tmp_path)
-    assert "no folder" in refuse(capsys, "--model", model, "--data", photos, "--out", tmp_path / "a" / "b.csv")
+    assert "is a folder" in refuse("predict", "--model", model, "--data", photos, "--out", tmp_path)
+    assert "no folder" in refuse("predict", "--model", model, "--data", photos, "--out", tmp_path / "a" / "b.csv")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no images" in refuse(capsys, "--model", model, "--data", empty, "--out", out)
-    assert "expected a checkpoint" in refuse(capsys, "--model", empty, "--data", photos, "--out", out)
-    assert "there is no" in refuse(capsys, "--model", tmp_path / "none", "--data", photos, "--out", out)
+    assert "no images" in refuse("predict", "--model", model, "--data", empty, "--out", out)
+    assert "expected a checkpoint" in refuse("predict", "--model", empty, "--data", photos, "--out", out)
+    assert "there is no" in refuse("predict", "--model", tmp_path / "none", "--data", photos, "--out", out)
     for name in ("config.yaml", "last.pt"):
         (empty / name).write_bytes(b"")
-    line = refuse(capsys, "--model", empty, "--data", photos, "--out", out)
+    line = refuse("predict", "--model", empty, "--data", photos, "--out", out)
     assert f"cdc-refine --resume --out {empty}" in line
     assert not out.exists()
 
@@ -249,4 +217,4 @@ def test_outliers_are_counted_and_those_among_the_selected_too(model, photos, ca
         capsys, "--model", model, "--data", photos, "--out", tmp_path / "a.csv", "--min-confidence", "0.000001"
     )
     assert any(line.startswith("30 images are unlike") and "30 of them selected" in line for line in lines)
-    assert {row["outlier"] for row in rows_of(tmp_path / "a.csv")} == {"1"}
+    assert {row["outlier"] for row in read_table(tmp_path / "a.csv")} == {"1"}

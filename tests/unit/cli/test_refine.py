@@ -1,41 +1,19 @@
-import json
-import logging
-
 import numpy as np
 import pytest
 import yaml
 
 from cdc_plugin.cli import refine as cli
-from cdc_plugin.cli.predict import predict_command
 from cdc_plugin.evaluation.report_record import Report
 
 QUICK = ["hidden=16", "batch_size=40", "sub_batch_size=20", "mini_clusters=10", "--device", "cpu", "--quiet"]
 
 
-@pytest.fixture(autouse=True)
-def _no_handler_is_left():
-    log = logging.getLogger("cdc_plugin")
-    before = list(log.handlers)
-    yield
-    log.handlers[:] = before
+pytestmark = pytest.mark.usefixtures("_log_as_before")
 
 
 @pytest.fixture
 def photos(tmp_path, digits, write_images):
     return write_images(tmp_path / "photos", digits[0][:30])
-
-
-def refuse(capsys, arguments, command=cli.refine_command) -> str:
-    """Run a command that must end with one line on stderr and code 2; returns that line."""
-    with pytest.raises(SystemExit) as end:
-        command([str(word) for word in arguments])
-    printed = capsys.readouterr()
-    assert end.value.code == 2
-    assert printed.out == ""
-    lines = printed.err.splitlines()
-    assert len(lines) == 1, printed.err
-    assert "error: " in lines[0]
-    return lines[0]
 
 
 def test_recipes_are_listed_with_what_they_are_for(capsys):
@@ -67,25 +45,6 @@ def test_words_may_stand_before_and_after_options(capsys, photos, tiny_checkpoin
     assert (settings["epochs"], settings["seed"], settings["clusters"]) == (7, 5, 3)
 
 
-def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, tmp_path, photos, tiny_checkpoint):
-    out, table = tmp_path / "out", tmp_path / "new.csv"
-    arguments = ["--backbone", str(tiny_checkpoint), "--data", str(photos), "--clusters", "2", "--out", str(out)]
-    cli.refine_command([*arguments, "--epochs", "1", "--seed", "3", *QUICK])
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert "30 images in 2 clusters" in printed.out
-    assert f"results: {out}" in printed.out
-    assert json.loads((out / "report.json").read_text())["seed"] == 3
-    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--device", "cpu"])
-    assert "30 images, mean confidence" in capsys.readouterr().out
-    assert len(table.read_text().splitlines()) == 31
-    line = refuse(capsys, ["--model", out, "--data", photos, "--out", table], predict_command)
-    assert "--overwrite" in line
-    (photos / "broken.png").write_bytes(b"x")
-    predict_command(["--model", str(out), "--data", str(photos), "--out", str(table), "--overwrite", "--device", "cpu"])
-    assert "skipped broken.png" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -110,11 +69,11 @@ def test_a_run_prints_its_outcome_and_predict_sorts_new_images(capsys, tmp_path,
     ],
     ids=str,
 )
-def test_mistakes_end_with_one_line(capsys, tmp_path, photos, tiny_checkpoint, changes, message):
+def test_mistakes_end_with_one_line(refuse, tmp_path, photos, tiny_checkpoint, changes, message):
     given = {"--backbone": tiny_checkpoint, "--data": photos, "--clusters": "3", "--out": tmp_path / "out", **changes}
     word = given.pop("word", None)
     words = [part for option, value in given.items() if value is not None for part in (option, value)]
-    assert message in refuse(capsys, [*words, *([word] if word else []), "--quiet"])
+    assert message in refuse("refine", *words, *([word] if word else []), "--quiet")
 
 
 def figures(**changes) -> dict:

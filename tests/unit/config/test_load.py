@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,24 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import ConfigError
 
 
-def test_later_layers_win_over_earlier_ones(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("clusters: 3\nepochs: 7\nseed: 1\naugment:\n  flip: false\n  operations: 2\n")
+@pytest.fixture
+def write_recipe(tmp_path):
+    def write(text):
+        (tmp_path / "mine.yaml").write_text(text)
+        return tmp_path / "mine.yaml"
+
+    return write
+
+
+def test_later_layers_win_over_earlier_ones(write_recipe):
+    recipe = write_recipe("clusters: 3\nepochs: 7\nseed: 1\naugment:\n  flip: false\n  operations: 2\n")
     config = load_config(
         recipe,
         {"epochs": 8, "seed": 2, "clusters": None},
         ["seed=3", "augment.operations=1"],
-        lambda config: {"clusters": 4, "data": f"photos of {config.seed}", "augment": {"cutout": 5}},
+        {"clusters": 4, "data": "photos", "augment": {"cutout": 5}},
     )
-    assert (config.clusters, config.epochs, config.seed, config.data) == (3, 8, 3, "photos of 3")
+    assert (config.clusters, config.epochs, config.seed, config.data) == (3, 8, 3, "photos")
     assert (config.augment.flip, config.augment.operations, config.augment.cutout) == (False, 1, 5)
     assert config.hidden == RefineConfig().hidden
 
@@ -64,42 +73,31 @@ def test_a_wrong_word_is_refused_in_one_line_with_what_is_right(word, facts):
     assert all(fact in str(refusal.value) for fact in facts), str(refusal.value)
 
 
-def test_all_that_is_wrong_is_reported_at_once_and_before_anything_is_inferred(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("batchsize: 3\nepochs: -1\n")
+def test_all_that_is_wrong_is_reported_at_once(write_recipe):
+    recipe = write_recipe("batchsize: 3\nepochs: -1\n")
     with pytest.raises(ValueError) as refusal:
-        load_config(
-            recipe, {"lr_head": 1e-3}, ["clusters=many", "passes=slow"], lambda config: pytest.fail("too early")
-        )
+        load_config(recipe, {"lr_head": 1e-3}, ["clusters=many", "passes=slow"])
     first, *lines = str(refusal.value).splitlines()
     assert "5" in first
-    unknown, flag, kind, *limits = lines
-    assert "mine.yaml" in unknown
-    assert "did you mean batch_size" in unknown
-    assert "did you mean lr_heads" in flag
-    assert "clusters" in kind
-    assert "passes" in limits[0]
-    assert "mine.yaml" in limits[1]
-    assert "epochs" in limits[1]
+    facts = ["mine.yaml.*did you mean batch_size", "did you mean lr_heads", "clusters", "passes", "mine.yaml.*epochs"]
+    assert len(lines) == len(facts)
+    assert all(re.search(fact, line) for fact, line in zip(facts, lines, strict=True))
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\tclusters: 3", "just words"])
-def test_files_that_are_no_recipe_are_refused(tmp_path, text):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(text)
+def test_files_that_are_no_recipe_are_refused(write_recipe, text):
+    recipe = write_recipe(text)
     with pytest.raises(ConfigError, match=r"mine\.yaml"):
         load_config(recipe)
 
 
-def test_an_empty_recipe_changes_nothing(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("")
+def test_an_empty_recipe_changes_nothing(write_recipe):
+    recipe = write_recipe("")
     assert load_config(recipe) == RefineConfig()
 
 
-def test_a_recipe_cannot_run_code(tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("backbone: !!python/object/apply:os.getcwd []\n")
+def test_a_recipe_cannot_run_code(write_recipe):
+    recipe = write_recipe("backbone: !!python/object/apply:os.getcwd []\n")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(recipe)
 

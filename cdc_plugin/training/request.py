@@ -1,0 +1,23 @@
+"""Find out what a run is asked to do; torch is imported only where a backbone is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cdc_plugin.config.load import load_config
+from cdc_plugin.config.schema import RefineConfig
+
+
+def configure(
+    recipe: str | Path | None = None, flags: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> RefineConfig:
+    """Return what is asked for; what the pretraining run says of its data yields to what the user says."""
+    request: RefineConfig = load_config(recipe, flags, overrides)
+    if request.backbone is None:
+        return request
+    from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
+
+    defaults = read_run_defaults(request.backbone)
+    return load_config(recipe, flags, overrides, defaults) if defaults else request
