@@ -14,7 +14,8 @@ from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.torchvision import CANDIDATES, is_resnet
-from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, strip_prefix
+from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import CheckpointError, option
 
 # Parts of a path that wrappers add and that say nothing: data-parallel, compiled, sharded.

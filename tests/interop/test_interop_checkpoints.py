@@ -9,8 +9,9 @@ import torch
 
 from cdc_plugin.checkpoints import Wanted, infer_input, load_backbone, read_checkpoint
 from cdc_plugin.checkpoints.formats.torchvision import load_torchvision
-from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
-from cdc_plugin.checkpoints.read import Checkpoint, strip_prefix
+from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
+from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import UserError
 from tests.helpers import SHARED
 

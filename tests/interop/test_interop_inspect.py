@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cdc_plugin.checkpoints import load_checkpoint
-from cdc_plugin.checkpoints.infer.check import check_input
+from cdc_plugin.checkpoints.infer.resolve import check_input
 from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +12,9 @@ from torch import Tensor
 from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import has_shortcuts, rename_shortcuts
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
-from cdc_plugin.checkpoints.infer.map_size import inner_share, last_side
+from cdc_plugin.checkpoints.infer.from_weights import inner_share, last_side
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
-from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
+from cdc_plugin.checkpoints.weights import build_backbone, load_strictly
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.backbone import Backbone
@@ -74,6 +73,46 @@ def top_names(state: Mapping[str, Tensor]) -> set[str]:
     return {re.sub(r"_\d+$", "", key.split(".")[0]) for key in state}
 
 
+def count_rows(state: Mapping[str, Tensor], name: str) -> int | None:
+    """Return the number of rows of a weight, for a head's last layer its clusters; None if it is missing."""
+    return len(state[name]) if name in state and state[name].ndim else None
+
+
+def find_cifar(clusters: int | None, both: tuple[Convention, ...] = (CIFAR10, CIFAR20)) -> tuple[Convention, ...]:
+    """Return CIFAR-10 or CIFAR-20 by the number of clusters; both, if that is unknown or another."""
+    return {10: both[:1], 20: both[1:], 100: both[1:]}.get(clusters or 0, both)
+
+
+def load_resnet(
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    framework: str,
+    prefix: str,
+    small: Sequence[Convention],
+    large: Sequence[Convention] = (IMAGENET,),
+    known: Sequence[str] = (),
+    shortcuts: bool = False,
+) -> tuple[Backbone, float, dict[str, str]]:
+    """Return the ResNet below a prefix, the share of its weights that matched, and where its facts come from.
+
+    Args:
+        small, large: the framework's data sets for networks with a stem for small and for large images, the more usual
+            one first.
+        known: facts that are the same for all its data sets.
+        shortcuts: its own small networks say ``shortcut``; in others, which users put in their frame, the stem is open.
+    """
+    inner = rename_to_torchvision(checkpoint, prefix)
+    spec = resnet_shape(inner, wanted, framework)
+    if shortcuts and is_small_stem(spec) and not has_shortcuts(checkpoint.below(prefix).state):
+        choice = _leave_open(framework, small[0], spec)
+    else:
+        choice = choose_convention(framework, small if is_small_stem(spec) else large, spec, inner)
+    inferred, fed = [fact for fact in choice.inferred if fact not in known], choice.fed
+    facts = (str(checkpoint.path), fed.mean, fed.std, fed.size, inferred, wanted.partial)
+    backbone, matched = build_backbone(choice.spec, inner.state, *facts)
+    return backbone, matched, choice.why
+
+
 def choose_convention(
     framework: str, candidates: Sequence[Convention], spec: Mapping[str, Any], checkpoint: Checkpoint
 ) -> Choice:
@@ -113,31 +152,11 @@ def choose_convention(
     return Choice(chosen, {**spec, "stem": stem}, inferred, why)
 
 
-def choose_for_shortcuts(
-    framework: str, candidates: Sequence[Convention], spec: Mapping[str, Any], checkpoint: Checkpoint, prefix: str
-) -> Choice:
-    """Return `choose_convention` for frameworks whose own small networks say ``shortcut``.
-
-    Users put other networks in their frame too.
-
-    Args:
-        checkpoint: its weights as the file names them, the network below ``prefix``.
-    """
-    if is_small_stem(spec) and not has_shortcuts(checkpoint.below(prefix).state):
-        return _leave_open(framework, candidates[0], spec)
-    return choose_convention(framework, candidates, spec, rename_to_torchvision(checkpoint, prefix))
-
-
 def _leave_open(framework: str, fed: Convention, spec: Mapping[str, Any]) -> Choice:
     """Return a choice for a small ResNet that is not the framework's own: its stem is open, as in any bare ResNet."""
     guess = f"{framework}'s for {fed.names[0]}, but the network is not its own; images can settle it"
     why = dict.fromkeys((*INPUT_FACTS, "stem"), guess)
     return Choice(fed, dict(spec), (*INPUT_FACTS, "stem.pool", "stem.padding", "stem.stride"), why)
-
-
-def find_cifar(clusters: int | None) -> tuple[Convention, ...]:
-    """Return CIFAR-10 or CIFAR-20 by the number of clusters; both, if that is unknown or another."""
-    return {10: (CIFAR10,), 20: (CIFAR20,), 100: (CIFAR20,)}.get(clusters or 0, (CIFAR10, CIFAR20))
 
 
 def rename_to_torchvision(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -173,12 +192,9 @@ def is_small_stem(spec: Mapping[str, Any]) -> bool:
     return bool(spec["stem"]["kernel"] < 7)
 
 
-def load_resnet(checkpoint: Checkpoint, wanted: Wanted, choice: Choice) -> tuple[Backbone, float]:
-    """Return the chosen backbone with its weights, and the share of them that matched."""
-    state, source = checkpoint.state, str(checkpoint.path)
-    network, feature_dim, matched = build_with_weights(choice.spec, state, source, wanted.partial)
-    fed = choice.fed
-    return Backbone(network, feature_dim, fed.mean, fed.std, fed.size, choice.spec, choice.inferred), matched
+def load_linear(state: Mapping[str, Tensor], inputs: int, source: str) -> LayeredHead:
+    """Return a head of one linear layer."""
+    return load_layered_head({f"0.{key}": value for key, value in state.items()}, ["linear"], inputs, source)
 
 
 def load_layered_head(state: Mapping[str, Tensor], kinds: Sequence[str], inputs: int, source: str) -> LayeredHead:
@@ -207,13 +223,17 @@ def load_layered_head(state: Mapping[str, Tensor], kinds: Sequence[str], inputs:
     return head
 
 
-def choose_head(count: int, wanted: Wanted, stated: int | None, source: Path) -> tuple[int | None, str]:
+def choose_head(
+    checkpoint: Checkpoint, count: int, wanted: Wanted, stated: int | None = None
+) -> tuple[int | None, str]:
     """Return the number of the head to use and why; None if neither the user nor the file chooses one."""
     for number, reason in ((wanted.head, "as requested"), (stated, "the best one according to the file")):
         if number is None:
             continue
         if not 0 <= number < count:
-            raise CheckpointError(f"{source} has {count} clustering heads, {number} ({reason}) is not one of them")
+            raise CheckpointError(
+                f"{checkpoint.path} has {count} clustering heads, {number} ({reason}) is not one of them"
+            )
         return number, f"head {number} of {count}, {reason}"
     if count == 1:
         return 0, "the only one"

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from cdc_plugin.checkpoints.find_backbone import Inside, backbone_part, choose_inside, find_prefixes, without_wrappers
-from cdc_plugin.checkpoints.formats.bare import load_bare
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
+from cdc_plugin.checkpoints.formats.timm import load_bare
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.errors import CheckpointError, option
@@ -55,14 +55,14 @@ def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) 
     size, why_size = _stated_size(checkpoint), "stated in its hyper-parameters"
     fixed = (loaded.backbone.spec or {}).get("kwargs", loaded.backbone.spec or {})
     inferred = ["mean", "std"]
-    if "img_size" in fixed or "image_size" in fixed or _has_positions(inside.checkpoint):
+    if "img_size" in fixed or "image_size" in fixed or has_positions(inside.checkpoint):
         size, why_size = loaded.backbone.input_size, "inferred from its position embeddings"
     elif size is None:
         inferred.append("input_size")
         why_size = "usual for this network, the file does not state it"
     backbone = replace_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(inferred))
     facts = {"mean": normalised, "std": normalised, "input_size": why_size, "branch": inside.why}
-    origin = Origin(writer, loaded.origin.network, _epochs(checkpoint), {**loaded.origin.why, **facts})
+    origin = Origin(writer, _epochs(checkpoint), {**loaded.origin.why, **facts})
     return replace(loaded, backbone=backbone, origin=origin)
 
 
@@ -80,7 +80,8 @@ def _take_usual_prefix(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
     return Inside(replace(checkpoint, state=named), prefix, stem, f"below {prefix or 'the top'}")
 
 
-def _has_positions(checkpoint: Checkpoint) -> bool:
+def has_positions(checkpoint: Checkpoint) -> bool:
+    """Return whether the weights of a transformer show the size of its images."""
     return any(name in checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
 
 
@@ -93,9 +94,7 @@ def _stated_size(checkpoint: Checkpoint) -> int | None:
 def _epochs(checkpoint: Checkpoint) -> int | None:
     payload = payload_fields(checkpoint.payload)
     epoch = whole_number(payload.get("epoch"))
-    if epoch is None:
-        return None
-    return epoch + 1 if LIGHTNING in payload else epoch  # Lightning counts from 0
+    return epoch if epoch is None or LIGHTNING not in payload else epoch + 1  # Lightning counts from 0
 
 
 def _guess_method(checkpoint: Checkpoint) -> str:

@@ -1,7 +1,7 @@
 """Measure how well images fit a network, without labels, by the statistics that its BatchNorm layers remember.
 
 A network that is rebuilt or fed otherwise than in its training shows other activations. ``Comparison`` measures
-variants of a network; ``resolve`` decides with it what a checkpoint left open, ``check`` doubts what it stated.
+variants of a network; ``resolve`` decides with it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ NORMALISATIONS: dict[str, Normalisation] = {
     "cifar10_within": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.201)),
     "none": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
-STEM_CHOICES: dict[str, tuple[Any, ...]] = {"pool": (True, False), "padding": (1, 2), "stride": (1, 2)}
-# Above this the images are not of the kind the backbone was trained on, and the comparison decides nothing.
-TRUSTED_MISMATCH = 0.4
-# How much worse, as a ratio, the present value of a fact must be before another replaces it. The brightness of a few
-# images varies as much as the usual normalisations differ, so that one needs the clearer case; random crops enlarge
-# images as well, so that size needs the clearest.
-CLEAR_STEM, CLEAR_NORMALISATION, CLEAR_SIZE = 1.2, 1.3, 1.5
 # Normalisations, beside the present one, that pass from the first layer's test to the whole network's.
 FINALISTS = 2
 # Images of the first comparison and of the second, between variants it left close together: with 32 images
@@ -73,7 +66,7 @@ class Comparison:
         return ["given", *sorted(at_entry, key=lambda name: at_entry[name])[:FINALISTS]]
 
     def measure(self, variant: Variant) -> float:
-        """Return the mismatch of a variant, measured on a few images unless it was before."""
+        """Return the mismatch of a variant on a few images, measured once."""
         if variant not in self.mismatches:
             self.mismatches[variant] = self._measure(variant, self.few)
         return self.mismatches[variant]

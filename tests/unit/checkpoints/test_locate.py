@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cdc_plugin.checkpoints.locate import locate, read_sidecars
+from cdc_plugin.checkpoints.read import locate, read_sidecars
 from cdc_plugin.errors import UserError
 
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from cdc_plugin.checkpoints.read import find_state_dict, payload_fields, read_checkpoint, strip_prefix
+from cdc_plugin.checkpoints.read import find_state_dict, payload_fields, read_checkpoint
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import UserError
 
 WEIGHTS = {"conv.weight": torch.arange(4.0), "conv.bias": torch.ones(1)}

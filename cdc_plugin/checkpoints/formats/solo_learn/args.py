@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.checkpoints.locate import locate, read_sidecars
+from cdc_plugin.checkpoints.read import locate, read_sidecars
 from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import UserError

@@ -52,11 +52,6 @@ def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any
     return spec
 
 
-def fits(name: str, state: Mapping[str, Tensor]) -> bool:
-    """Return whether a model has exactly these names and shapes, apart from its classifier."""
-    return fit(name, state) is not None
-
-
 def settings_changed(name: str, state: Mapping[str, Tensor]) -> int:
     """Return how many settings, apart from the image size, differ from the model's own."""
     try:
@@ -80,6 +75,13 @@ def fit(
         return None if compare(_skeleton(spec), renamed) else (spec, renamed)
     except UserError:
         return None
+
+
+def fit_or_guess(
+    name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Return `fit`, or a spec whose load will say what does not fit."""
+    return fit(name, state, settings) or (timm_spec(name, state, settings), state)
 
 
 def _renamed(spec: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -108,7 +110,7 @@ def find_distinct(names: Sequence[str], state: Mapping[str, Tensor]) -> list[str
     """Return one name for each way to compute features from the same weights."""
     by_construction: dict[Any, str] = {}
     for name in names:
-        spec, _ = fit(name, state) or (timm_spec(name, state), state)
+        spec, _ = fit_or_guess(name, state)
         by_construction.setdefault(_construction(_skeleton(spec)), name)
     kinds = list(by_construction.values())
     if len(kinds) == 1:
@@ -116,13 +118,10 @@ def find_distinct(names: Sequence[str], state: Mapping[str, Tensor]) -> list[str
     outputs: dict[str, Tensor] = {}
     for name in kinds:
         output = _trial(name, state)
-        if not any(_close(output, other) for other in outputs.values()):
+        same_shape = [other for other in outputs.values() if other.shape == output.shape]
+        if not any(torch.allclose(output, other, rtol=1e-3, atol=1e-4) for other in same_shape):
             outputs[name] = output
     return list(outputs)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 def _construction(network: nn.Module) -> tuple[Any, ...]:
@@ -140,7 +139,7 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def _trial(name: str, state: Mapping[str, Tensor]) -> Tensor:
-    spec, weights = fit(name, state) or (timm_spec(name, state), state)
+    spec, weights = fit_or_guess(name, state)
     network, _ = build(spec)
     load_strictly(network, weights, name)
     size = spec["kwargs"].get("img_size") or timm_input(name.split(".")[0])[2]

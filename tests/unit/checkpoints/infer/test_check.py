@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
-from cdc_plugin.checkpoints.infer.check import check_input
+from cdc_plugin.checkpoints.infer.resolve import check_input
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from tests.helpers.trained_networks import backbone_with, network_that_saw, noise_like, small_spec

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cdc_plugin.checkpoints.infer.map_size import inner_share, last_side
+from cdc_plugin.checkpoints.infer.from_weights import inner_share, last_side
 from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, LARGE_STEM, STL_STEM, resnet
 
 

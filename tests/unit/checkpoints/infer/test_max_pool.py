@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
-from cdc_plugin.checkpoints.infer.max_pool import expected_activation, pool_by_weights
+from cdc_plugin.checkpoints.infer.from_weights import expected_activation, pool_by_weights
 from cdc_plugin.models.architectures import build
 from tests.helpers.trained_networks import network_that_saw, small_spec
 
