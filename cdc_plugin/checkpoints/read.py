@@ -43,7 +43,6 @@ DATA_PARALLEL_PREFIXES = ("module.", "_orig_mod.")
 NETWORK_PACKAGES = ("torch.", "torchvision.", "timm.")
 # No weight of a network that works is larger; a flipped exponent makes such numbers.
 LARGEST = 1e12
-ADVICE = "save its weights alone with torch.save(network.state_dict(), FILE)"
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def locate(path: Path) -> Path:
     if path.is_dir():
         return _latest_in(path)
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}{_nearby(path)}")
+        raise CheckpointError(f"there is no checkpoint {path}{_describe_folder(path)}")
     if not path.is_file():
         raise CheckpointError(f"expected a checkpoint file, but {path} is not a file; check the path")
     if path.stat().st_size == 0:
@@ -131,7 +130,11 @@ def read_sidecars(file: Path) -> dict[str, Any]:
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     """Refuse weights with NaN, infinite or absurd values, and variances below zero."""
-    spans = {key: _extremes(value) for key, value in state.items() if value.is_floating_point() and value.numel()}
+    spans = {}
+    for key, value in state.items():
+        if value.is_floating_point() and value.numel():
+            low, high = torch.aminmax(value.float() if value.itemsize == 1 else value.detach())
+            spans[key] = (float(low), float(high))
     broken = [key for key, (low, high) in spans.items() if not -LARGEST <= low <= high <= LARGEST]
     diverged = [key for key in broken if not spans[key][1] - spans[key][0] < float("inf")]
     if diverged:
@@ -191,21 +194,20 @@ def plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
-def _extremes(values: Tensor) -> tuple[float, float]:
-    low, high = torch.aminmax(values.float() if values.itemsize == 1 else values.detach())
-    return float(low), float(high)
-
-
-def _is_network(value: Any) -> bool:
-    """Return whether a record stands in for a network: it has what torch keeps of every module."""
-    return isinstance(value, InertRecord) and {"_modules", "_parameters"} <= set(value.fields)
+def _describe_folder(path: Path) -> str:
+    """Return what is there in place of a file that is missing."""
+    if not path.parent.is_dir():
+        return f" (nor a folder {path.parent}); check the path"
+    names = sorted(p.name for p in path.parent.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if n.endswith(CHECKPOINT_SUFFIXES)][:3]
+    return f"; the folder has {', '.join(near)}" if near else f"; {path.parent} has no checkpoint, check the path"
 
 
 def _latest_in(folder: Path) -> Path:
     inside = _checkpoints_in(folder)
-    if not inside and (folder / "model.json").is_file():
-        raise CheckpointError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
     if not inside:
+        if (folder / "model.json").is_file():
+            raise CheckpointError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
         names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
         raise CheckpointError(f"expected a checkpoint in the folder {folder}, found {names}; give the checkpoint file")
     chosen = _choose(inside)
@@ -229,22 +231,16 @@ def _checkpoints_in(folder: Path, levels: int = LEVELS) -> list[Path]:
 
 def _choose(checkpoints: list[Path]) -> Path | None:
     """Return the latest checkpoint of one run; None if they are of several runs, or of unlike names."""
-    if len({p.parent for p in checkpoints}) > 1:
-        return None
+    stems = {p: re.sub(r"(\.(pth|pt))?\.\w+$", "", p.name) for p in checkpoints}
     whole = [p for p in checkpoints if p.name == "model.safetensors"]
-    last = [p for p in checkpoints if re.fullmatch(r"(.*[-_=])?last(-v\d+)?", _stem(p))]
-    for group in (whole, last, checkpoints):
-        # Lightning counts: last, last-v1, last-v2.
-        plain = {re.sub(r"\d+", "#", re.sub(r"-v\d+$", "", _stem(p)) if group is last else _stem(p)) for p in group}
-        if len(plain) == 1 and len({p.suffix for p in group}) == 1:
-            return max(group, key=lambda p: [int(number) for number in re.findall(r"\d+", _stem(p))])
-        if group:
-            return None
-    return None
-
-
-def _stem(path: Path) -> str:
-    return re.sub(r"(\.(pth|pt))?\.\w+$", "", path.name)
+    last = [p for p in checkpoints if re.fullmatch(r"(.*[-_=])?last(-v\d+)?", stems[p])]
+    group = whole or last or checkpoints
+    # Lightning counts: last, last-v1, last-v2.
+    names = [re.sub(r"-v\d+$", "", stems[p]) if group is last else stems[p] for p in group]
+    kinds = {(re.sub(r"\d+", "#", name), p.suffix) for name, p in zip(names, group, strict=True)}
+    if len(kinds) > 1 or len({p.parent for p in checkpoints}) > 1:
+        return None
+    return max(group, key=lambda p: [int(number) for number in re.findall(r"\d+", stems[p])])
 
 
 def _parse_sidecar(file: Path) -> Any:
@@ -269,14 +265,6 @@ def _parse_sidecar(file: Path) -> Any:
         return yaml.load(text, DataLoader)
     except (yaml.YAMLError, TypeError) as error:
         raise ValueError(str(error)) from error
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (nor a folder {path.parent}); check the path"
-    names = sorted(p.name for p in path.parent.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if n.endswith(CHECKPOINT_SUFFIXES)][:3]
-    return f"; the folder has {', '.join(near)}" if near else f"; {path.parent} has no checkpoint, check the path"
 
 
 def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
@@ -316,29 +304,27 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
+    advice = "save its weights alone with torch.save(network.state_dict(), FILE)"
+    trusting = f", or, if you trust its author, pass {option('trust_checkpoint')}"
     try:
         payload = _read_inert(file, head)
     except Refused as error:
-        if trust:
-            return _read_trusted(file)
-        trusting = f", {_advise_trust()}" if error.name.startswith(NETWORK_PACKAGES) else ""
-        raise CheckpointError(
-            f"{file} asks to run foreign code ({error.name[:100]}): refused; {ADVICE}{trusting}"
-        ) from None
-    holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
-    network = next((value for value in holders if _is_network(value)), None)
-    if network is None:
-        return payload
-    if trust:
-        return _read_trusted(file)
-    raise CheckpointError(
-        f"{file} holds a whole pickled network ({network.name}), opening it would run code: refused; "
-        f"{ADVICE}, {_advise_trust()}"
-    )
-
-
-def _advise_trust() -> str:
-    return f"or, if you trust its author, pass {option('trust_checkpoint')}"
+        refusal = f"asks to run foreign code ({error.name[:100]}): refused; {advice}"
+        if error.name.startswith(NETWORK_PACKAGES):
+            refusal += trusting
+    else:
+        holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
+        # A record that stands in for a network has what torch keeps of every module.
+        records = [value for value in holders if isinstance(value, InertRecord)]
+        network = next((record for record in records if {"_modules", "_parameters"} <= record.fields.keys()), None)
+        if network is None:
+            return payload
+        refusal = (
+            f"holds a whole pickled network ({network.name}), opening it would run code: refused; {advice}{trusting}"
+        )
+    if not trust:
+        raise CheckpointError(f"{file} {refusal}")
+    return _read_trusted(file)
 
 
 def _read_trusted(file: Path) -> Any:

@@ -28,7 +28,8 @@ DEEPEST = 20
 
 def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return the model that lightly-train exports: the teacher where there is one, without projection heads."""
-    record = payload_fields(payload_fields(checkpoint.payload).get(RECORD))
+    payload = payload_fields(checkpoint.payload)
+    record = payload_fields(payload.get(RECORD))
     inside = choose_inside(checkpoint, wanted) or _read_kept_module(checkpoint, record, wanted)
     if inside is None:
         raise CheckpointError(
@@ -36,15 +37,17 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
             f"pass {option('arch', 'NAME')} with the one it was trained as"
         )
     loaded = _average_patches(load_inside(inside, wanted))
-    mean, std, stated = _read_normalisation(record)
+    normalised = payload_fields(record.get("normalize_args"))
+    mean, std = (three_numbers(normalised.get(name)) for name in ("mean", "std"))
+    stated = bool(mean and std)
     why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not state them"
     by_positions = has_positions(inside.checkpoint)
     inferred = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
-    backbone = replace_input(loaded.backbone, mean, std, None, inferred)
+    statistics = (mean, std) if stated else (IMAGENET_MEAN, IMAGENET_STD)
+    backbone = replace_input(loaded.backbone, *statistics, None, inferred)
     facts = {"mean": why, "std": why, "branch": inside.why}
     facts["input_size"] = "inferred from its position embeddings" if by_positions else "usual for this network"
-    version = record.get("version")
-    epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
+    version, epoch = record.get("version"), whole_number(payload.get("epoch"))
     writer = f"lightly-train {version}" if isinstance(version, str) else "lightly-train"
     origin = Origin(
         writer, epoch if epoch is None else epoch + 1, {**loaded.origin.why, **facts}, loaded.origin.network
@@ -91,13 +94,7 @@ def _read_kept_module(checkpoint: Checkpoint, record: Mapping[str, Any], wanted:
     state = read_module_state(payload_fields(record.get("models")).get("model"))
     if not state or wanted.branch == "online":
         return None
-    return Inside(replace(checkpoint, state=state), "", {}, "the model that lightly-train exports")
-
-
-def _read_normalisation(record: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-    stated = payload_fields(record.get("normalize_args"))
-    mean, std = (three_numbers(stated.get(name)) for name in ("mean", "std"))
-    return (mean, std, True) if mean and std else (IMAGENET_MEAN, IMAGENET_STD, False)
+    return Inside(replace(checkpoint, state=state), {}, "the model that lightly-train exports")
 
 
 def matches(checkpoint: Checkpoint) -> bool:

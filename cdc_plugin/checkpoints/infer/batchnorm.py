@@ -49,7 +49,11 @@ class Comparison:
         if pixels.ndim != 4 or pixels.shape[1] != 3 or len(pixels) == 0:
             raise DataError(f"expected images of shape (N, 3, S, S), found {tuple(pixels.shape)}")
         self.backbone = backbone
-        self.normalisations = without_twins({"given": input_of(backbone)} | dict(normalisations))
+        self.normalisations: dict[str, Normalisation] = {}  # without twins, which agree within 0.01 in every number
+        for name, pair in {"given": input_of(backbone), **normalisations}.items():
+            others = self.normalisations.values()
+            if all((torch.tensor(pair) - torch.tensor(other)).abs().max() > 0.01 for other in others):
+                self.normalisations[name] = pair
         self.few = sample(pixels, QUICK_LOOK, backbone)
         self.more = sample(pixels, CLOSE_LOOK if pixels.shape[-1] <= 64 else CLOSE_LOOK_LARGE, backbone)
         self.mismatches: dict[Variant, float] = {}
@@ -128,16 +132,6 @@ def candidate_normalisations(pixels: Tensor) -> dict[str, Normalisation]:
         tuple(values.std(dim=(0, 2, 3)).clamp_min(1e-3).tolist()),
     )
     return NORMALISATIONS | {"own": pooled, "own_by_channel": by_channel}
-
-
-def without_twins(normalisations: Mapping[str, Normalisation]) -> dict[str, Normalisation]:
-    """Return the normalisations without those that agree within 0.01 in every number with an earlier one."""
-    kept: dict[str, Normalisation] = {}
-    for name, pair in normalisations.items():
-        numbers = torch.tensor(pair)
-        if all((numbers - torch.tensor(other)).abs().max() > 0.01 for other in kept.values()):
-            kept[name] = pair
-    return kept
 
 
 def with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
