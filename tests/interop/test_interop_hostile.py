@@ -17,10 +17,7 @@ from tests.helpers import ROOT
 SHARED = ROOT.parent / "shared"
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
 # Small ones; each pickles what its framework leaves beside the weights.
-CASES = {
-    "timm-test_resnet": "test_resnet.pth",
-    "solo-simsiam-wrn": "simsiam-wrn-26-ep=0.ckpt",
-}
+CASES = {"timm-test_resnet": "test_resnet.pth", "solo-simsiam-wrn": "simsiam-wrn-26-ep=0.ckpt"}
 
 
 @functools.cache

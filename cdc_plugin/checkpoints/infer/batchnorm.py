@@ -127,10 +127,7 @@ def candidate_normalisations(pixels: Tensor) -> dict[str, Normalisation]:
     values = pixels.double() / 255
     # Constant images would give a deviation of 0.
     pooled = (values.mean().item(),) * 3, (max(values.std().item(), 1e-3),) * 3
-    by_channel = (
-        tuple(values.mean(dim=(0, 2, 3)).tolist()),
-        tuple(values.std(dim=(0, 2, 3)).clamp_min(1e-3).tolist()),
-    )
+    by_channel = (tuple(values.mean(dim=(0, 2, 3)).tolist()), tuple(values.std(dim=(0, 2, 3)).clamp_min(1e-3).tolist()))
     return NORMALISATIONS | {"own": pooled, "own_by_channel": by_channel}
 
 

@@ -127,15 +127,10 @@ def is_allowed(module: str, name: str) -> bool:
     if package in KNOWN_PACKAGES:
         # ``timm.layers.os.system`` is none of timm's functions.
         return CLASS_NAME.fullmatch(last) is not None or not set(parts[1:]) & sys.stdlib_module_names
-    return _names_a_class(name)
+    return all(CLASS_NAME.fullmatch(part) for part in name.split("."))  # ``Config`` or, nested, ``Outer.Inner``
 
 
 def torch_constant(full: str) -> Any:
     """Return what ``torch.NAME`` is, without triggering torch's imports on demand."""
     package, _, name = full.partition(".")
     return vars(torch).get(name) if package == "torch" else None
-
-
-def _names_a_class(name: str) -> bool:
-    """Return whether a name is written as a class: ``Config`` or, nested, ``Outer.Inner``."""
-    return all(CLASS_NAME.fullmatch(part) for part in name.split("."))

@@ -63,12 +63,7 @@ def test_bare_resnet_is_rebuilt_from_its_shapes(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "groups", "width"),
-    [
-        ("resnet50", 1, 64),
-        ("resnext50_32x4d", 32, 4),
-        ("resnext101_64x4d", 64, 4),
-        ("wide_resnet50_2", 1, 128),
-    ],
+    [("resnet50", 1, 64), ("resnext50_32x4d", 32, 4), ("resnext101_64x4d", 64, 4), ("wide_resnet50_2", 1, 128)],
 )
 def test_groups_and_widths_are_read_from_the_shapes(name, groups, width):
     with torch.device("meta"):
@@ -98,10 +93,7 @@ def test_timm_model_is_named_by_its_file_by_the_user_or_by_the_config_beside_it(
     network = timm.create_model("test_resnet", num_classes=7)
     by_file = load_backbone(saved(network, tmp_path / "my-test_resnet_ep5.pth"))
     by_user = load_backbone(saved(network, tmp_path / "a.pth"), arch="test_resnet")
-    config = {
-        "architecture": "test_resnet",
-        "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "input_size": [3, 48, 48]},
-    }
+    config = {"architecture": "test_resnet", "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "input_size": [3, 48, 48]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     by_config = load_backbone(tmp_path / "a.pth")
     network.reset_classifier(0)
