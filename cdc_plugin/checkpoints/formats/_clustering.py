@@ -119,20 +119,15 @@ def choose_convention(
     """Return the most plausible of the data sets that fit the content of a file.
 
     BatchNorm statistics reveal the size of the last maps, hence network and images; where two data sets agree in it,
-    the path may name one.
-
-    Args:
-        candidates: the more usual one first.
-        spec: the ResNet as returned by ``resnet_shape``.
-        checkpoint: its weights, under torchvision's names.
+    the path may name one, else it is the first. The weights are under torchvision's names.
     """
     stems = [spec["stem"] | (c.stem if is_small_stem(spec) else {}) for c in candidates]
     inner = [1 - 1 / last_side(stem, c.size) for stem, c in zip(stems, candidates, strict=True)]
     measured = inner_share(checkpoint.state)
     distances = [abs(share - measured) if measured is not None else 0.0 for share in inner]
     fitting = [c for c, distance in zip(candidates, distances, strict=True) if distance == min(distances)]
-    nearby = " ".join(re.sub(r"[^a-z0-9]", "", part.lower()) for part in checkpoint.path.absolute().parts[-4:])
-    named = [c for c in fitting if any(_occurs(name, nearby) for name in c.names)]
+    nearby = " ".join(map(_squash, checkpoint.path.absolute().parts[-4:]))
+    named = [c for c in fitting if any(re.search(rf"{_squash(name)}(?!\d)", nearby) for name in c.names)]
     chosen = named[0] if len(named) == 1 else fitting[0]
     stem = stems[list(candidates).index(chosen)]
     why = {"input_size": f"{framework}'s for {chosen.names[0]}"}
@@ -198,12 +193,7 @@ def load_linear(state: Mapping[str, Tensor], inputs: int, source: str) -> Layere
 
 
 def load_layered_head(state: Mapping[str, Tensor], kinds: Sequence[str], inputs: int, source: str) -> LayeredHead:
-    """Return a head of exactly these kinds of layers, its sizes read from the weights.
-
-    Args:
-        state: names as nn.Sequential gives them, ``0.weight`` for the first layer.
-        inputs: number of features that it is given.
-    """
+    """Return a head of exactly these kinds of layers, its sizes read from weights named as nn.Sequential does."""
     layers: list[list[Any]] = []
     size = inputs
     for position, kind in enumerate(kinds):
@@ -237,8 +227,7 @@ def choose_head(
         return number, f"head {number} of {count}, {reason}"
     if count == 1:
         return 0, "the only one"
-    choices = f"{option('head', 0)} to {count - 1}"
-    return None, f"{count} heads and the file does not say which is best; pass {choices}"
+    return None, f"{count} heads and the file does not say which is best; pass {option('head', 0)} to {count - 1}"
 
 
 def refuse_branch(wanted: Wanted, checkpoint: Checkpoint) -> None:
@@ -254,6 +243,5 @@ def read_epoch(checkpoint: Checkpoint) -> int | None:
     return whole_number(payload_fields(checkpoint.payload).get("epoch"))
 
 
-def _occurs(name: str, text: str) -> bool:
-    word = re.sub(r"[^a-z0-9]", "", name.lower())
-    return re.search(rf"{word}(?!\d)", text) is not None
+def _squash(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())

@@ -70,12 +70,10 @@ def native_heads(
     description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
 ) -> tuple[nn.Module, nn.Module]:
     """Return clustering and calibration head of a result folder."""
-    heads = []
-    for name in ("clustering_head", "calibration_head"):
-        head = build_head(description.get("heads"), feature_dim, source)
+    clustering, calibration = (build_head(description.get("heads"), feature_dim, source) for _ in range(2))
+    for name, head in (("clustering_head", clustering), ("calibration_head", calibration)):
         load_strictly(head, strip_prefix(tensors, f"{name}."), f"{source} ({name})")
-        heads.append(head)
-    return heads[0], heads[1]
+    return clustering, calibration
 
 
 def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:

@@ -105,10 +105,9 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
-    """Return a backbone from a state dict with torchvision's names; mean and std are assumed to be ImageNet's.
+    """Return a backbone from a state dict with torchvision's names, fed as for ImageNet.
 
-    Args:
-        stem: facts about a ResNet's stem that the file shows in other ways than by shapes.
+    ``stem`` has facts about a ResNet's stem that the file shows in other ways than by shapes.
     """
     state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()

@@ -119,11 +119,7 @@ def batchnorm_mismatch(backbone: nn.Module, images: Tensor) -> float:
 
 
 def candidate_normalisations(pixels: Tensor) -> dict[str, Normalisation]:
-    """Return the usual statistics and the images' own, over all channels together and for each channel.
-
-    Args:
-        pixels: (N, 3, H, W) in 0..255.
-    """
+    """Return the usual statistics and those of images in 0..255, over all channels together and for each channel."""
     values = pixels.double() / 255
     # Constant images would give a deviation of 0.
     pooled = (values.mean().item(),) * 3, (max(values.std().item(), 1e-3),) * 3
@@ -142,8 +138,12 @@ def with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
 
 def sample(pixels: Tensor, count: int, backbone: Backbone) -> Tensor:
     """Return at most ``count`` images, evenly spread, in [0, 1] on the backbone's device."""
-    places = torch.linspace(0, len(pixels) - 1, min(count, len(pixels))).long()
-    return pixels[places].to(backbone.mean.device).float() / 255
+    return pixels[spread_indices(len(pixels), count)].to(backbone.mean.device).float() / 255
+
+
+def spread_indices(count: int, wanted: int) -> Tensor:
+    """Return up to ``wanted`` indices, evenly spread over ``count`` images."""
+    return torch.linspace(0, count - 1, min(count, wanted)).long()
 
 
 def resize(pixels: Tensor, size: int) -> Tensor:

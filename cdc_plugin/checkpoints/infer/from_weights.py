@@ -36,9 +36,6 @@ def expected_activation(shift: Tensor, scale: Tensor, draws: int) -> Tensor:
 
     After BatchNorm a channel has mean ``shift`` and deviation ``scale``; taken as Gaussian, one draw stands
     for a plain pixel and two for a 3x3 max-pool over neighbours that mostly agree.
-
-    Args:
-        shift, scale: (C,) bias and weight of the BatchNorm layer.
     """
     grid = torch.linspace(-6, 6, 2401, dtype=torch.float64)
     normal = torch.distributions.Normal(0.0, 1.0)

@@ -26,6 +26,7 @@ from cdc_plugin.checkpoints.infer.batchnorm import (
     normalise,
     resize,
     sample,
+    spread_indices,
     with_stem,
 )
 from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
@@ -125,7 +126,7 @@ def resolve_input(backbone: Backbone, images: ImageSet) -> Backbone:
     if "mean" not in backbone.inferred and not any(name.startswith("stem") for name in backbone.inferred):
         _warn_of_unlike_images(backbone, images)
         return backbone
-    resolution = infer_input(backbone, images.batch(_spread_indices(len(images), 2048)))
+    resolution = infer_input(backbone, images.batch(spread_indices(len(images), 2048)))
     log.info("%s", resolution.reason)
     return resolution.backbone
 
@@ -156,7 +157,8 @@ def check_input(backbone: Backbone, pixels: Tensor) -> InputCheck:
     """
     if not has_statistics(backbone):
         return InputCheck("unknown", "the network has no BatchNorm statistics to compare with")
-    if not _is_trained(backbone):
+    layers = [layer for layer in backbone.modules() if isinstance(layer, nn.BatchNorm2d)]
+    if not any(layer.running_mean is not None and layer.running_mean.any() for layer in layers):
         return InputCheck("untrained", "the BatchNorm statistics are as initialised: nothing was trained")
     comparison = Comparison(backbone, pixels, candidate_normalisations(pixels))
     small = (backbone.spec or {}).get("stem", {}).get("kernel", 7) < 7  # nobody varies a larger stem
@@ -208,15 +210,10 @@ def _decide(comparison: Comparison, compared: list[dict[str, Any]], facts: list[
     mean, std = comparison.normalisations[value["normalisation"]]
     if "mean" in backbone.inferred and "normalisation" in clear:
         decided |= {"mean": mean, "std": std}
-    changed = Backbone(
-        with_stem(backbone, stem),
-        backbone.feature_dim,
-        mean,
-        std,
-        backbone.input_size,
-        backbone.spec | {"stem": backbone.spec["stem"] | stem} if backbone.spec and stem else backbone.spec,
-        inferred=[name for name in backbone.inferred if name not in decided],
-    )
+    spec = backbone.spec | {"stem": backbone.spec["stem"] | stem} if backbone.spec and stem else backbone.spec
+    inferred = [name for name in backbone.inferred if name not in decided]
+    network = with_stem(backbone, stem)
+    changed = Backbone(network, backbone.feature_dim, mean, std, backbone.input_size, spec, inferred)
     changed.train(backbone.training).to(backbone.mean.device)
     words = "by BatchNorm statistics: " + ", ".join(f"{fact} {value[fact]}" for fact in facts)
     return Resolution(changed, words if trusted else f"{unlike}, but least {words}", decided, **record)
@@ -257,7 +254,7 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
     seen = [int(value) for name, value in backbone.state_dict().items() if name.endswith("num_batches_tracked")]
     if not has_statistics(backbone) or max(seen, default=MEMORABLE) < MEMORABLE:
         return
-    pixels = sample(images.batch(_spread_indices(len(images), 64)), 64, backbone)
+    pixels = sample(images.batch(spread_indices(len(images), 64)), 64, backbone)
     mismatch = batchnorm_mismatch(backbone.module, normalise(pixels, input_of(backbone)))
     if mismatch > TRUSTED_MISMATCH:
         log.warning(
@@ -265,11 +262,6 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
             "cdc-inspect CHECKPOINT --data IMAGES examines this",
             mismatch,
         )
-
-
-def _spread_indices(count: int, wanted: int) -> Tensor:
-    """Return up to ``wanted`` indices, evenly spread over ``count`` images."""
-    return torch.linspace(0, count - 1, min(count, wanted)).long()
 
 
 def _judge(ranked: list[Variant], comparison: Comparison) -> InputCheck:
@@ -336,8 +328,3 @@ def _in_words(variant: Variant) -> str:
         else:
             parts.append(f"{'image size' if fact == 'size' else fact} {value}")
     return ", ".join(parts) or "as it stands"
-
-
-def _is_trained(network: nn.Module) -> bool:
-    means = [m.running_mean for m in network.modules() if isinstance(m, nn.BatchNorm2d) and m.running_mean is not None]
-    return any(bool(torch.any(mean != 0)) for mean in means)

@@ -65,12 +65,7 @@ class ForeignName:
 
 
 class InertRecord:
-    """Takes the place of an object of a foreign class: it keeps what was saved and has no behaviour.
-
-    Args:
-        name: the class, in full.
-        arguments: what its constructor was called with.
-    """
+    """Stand in for an object of a foreign class: keep what was saved and have no behaviour."""
 
     __slots__ = ("arguments", "entries", "fields", "members", "name")
 

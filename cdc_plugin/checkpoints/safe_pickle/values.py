@@ -37,11 +37,7 @@ class Storage:
 
 
 class NumpyKind:
-    """numpy's dtype, of plain numbers and text only.
-
-    Args:
-        text: as numpy abbreviates it, "f8".
-    """
+    """numpy's dtype, of plain numbers and text only; ``text`` is numpy's abbreviation, "f8"."""
 
     def __init__(self, text: Any, *_: Any) -> None:
         self.text, self.order = text, "<"

@@ -66,11 +66,7 @@ TRAINING_ONLY = ("drop", "attn_drop", "proj_drop", "pos_drop", "patch_drop", "we
 
 @dataclass(frozen=True)
 class Network:
-    """A network to build, its weights under the names used there, and the facts that were inferred.
-
-    Args:
-        size: side of the images, where the network itself fixes it.
-    """
+    """A network to build, its weights under the names used there, what was inferred, the image size that it fixes."""
 
     spec: dict[str, Any]
     weights: dict[str, Tensor]
@@ -87,12 +83,9 @@ def find_kind(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def find_network(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reconstructs: bool) -> Network:
-    """Return the network of weights whose `find_kind` is not None.
+    """Return the network of weights, by its name in solo-learn or else by shapes.
 
-    Args:
-        run: the content of ``args.json``.
-        name: the network's name in solo-learn; None or a name it does not have: by shapes.
-        reconstructs: there is a decoder beside the network, as in mae.
+    ``reconstructs`` says that there is a decoder beside the network, as in mae.
     """
     kind = find_kind(weights)
     stated = next((other for other, names in NAMES.items() if name in names), kind)

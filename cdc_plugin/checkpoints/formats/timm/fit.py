@@ -23,11 +23,7 @@ IRRELEVANT = ("num_classes", "drop", "training", "dump_patches", "grad_checkpoin
 
 
 def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the spec of a named model with the settings that weights reveal: patches, image side, registers, pooling.
-
-    Args:
-        settings: those that the run states.
-    """
+    """Return the spec of a named model with the settings of the run and those that weights reveal."""
     spec: dict[str, Any] = {"family": "timm", "name": name.split(".")[0], "kwargs": dict(settings or {})}
     patches, kwargs = state.get(PATCHES), spec["kwargs"]
     if patches is None or patches.ndim != 4 or TRANSFORMER not in state:
@@ -133,9 +129,8 @@ def _construction(network: nn.Module) -> tuple[Any, ...]:
 
 
 def _counts(name: str, value: Any) -> bool:
-    if name.startswith("_") or any(word in name for word in IRRELEVANT):
-        return False
-    return isinstance(value, (bool, int, float, str, tuple))
+    named = not name.startswith("_") and not any(word in name for word in IRRELEVANT)
+    return named and isinstance(value, (bool, int, float, str, tuple))
 
 
 def _trial(name: str, state: Mapping[str, Tensor]) -> Tensor:
