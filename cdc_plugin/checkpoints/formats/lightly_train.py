@@ -43,8 +43,8 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not state them"
     by_positions = has_positions(inside.checkpoint)
     inferred = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
-    mean, std = (mean, std) if stated else (IMAGENET_MEAN, IMAGENET_STD)
-    backbone = replace_input(loaded.backbone, mean, std, None, inferred)
+    pair: tuple[Any, Any] = (mean, std) if stated else (IMAGENET_MEAN, IMAGENET_STD)
+    backbone = replace_input(loaded.backbone, *pair, size=None, inferred=inferred)
     facts = {"mean": why, "std": why, "branch": inside.why}
     facts["input_size"] = "inferred from its position embeddings" if by_positions else "usual for this network"
     version, epoch = record.get("version"), whole_number(payload.get("epoch"))
