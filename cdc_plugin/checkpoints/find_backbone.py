@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.torchvision import CANDIDATES, is_resnet
-from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, strip_prefix
+from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import CheckpointError, option
 
 # Parts of a path that wrappers add and that say nothing: data-parallel, compiled, sharded.
@@ -38,13 +40,11 @@ class Inside:
     """A backbone inside a file, its weights under the names of torchvision or timm.
 
     Args:
-        prefix: where it was.
         stem: facts of a ResNet's stem that the old names imply.
         why: why this branch, in words.
     """
 
     checkpoint: Checkpoint
-    prefix: str
     stem: dict[str, Any]
     why: str
 
@@ -66,11 +66,12 @@ def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
     Their other branches are among them even if damaged: a lost teacher must not make way for its student unnoticed.
     """
     found: list[str] = []
-    for prefix in _prefixes(state):
+    prefixes = _prefixes(state)
+    for prefix in prefixes:
         if not any(prefix.startswith(outer) for outer in found) and _is_network(backbone_part(state, prefix)):
             found.append(prefix)
     roles = {_without_role(prefix) for prefix in found}
-    return found + [p for p in _prefixes(state) if p and p not in found and _without_role(p) in roles]
+    return found + [p for p in prefixes if p and p not in found and _without_role(p) in roles]
 
 
 def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
@@ -86,7 +87,7 @@ def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
         return None
     prefix, why = choose_prefix(state, prefixes, None if reason else wanted.branch, str(checkpoint.path))
     named, stem = rename_resnet(backbone_part(state, prefix))
-    return Inside(replace(checkpoint, state=named), prefix, stem, reason or why)
+    return Inside(replace(checkpoint, state=named), stem, reason or why)
 
 
 def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str | None, source: str) -> tuple[str, str]:
@@ -143,25 +144,20 @@ def _branch_of_file(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint,
 
 def _without_role(prefix: str) -> str:
     """Return a prefix without the words that mark a network or its average: ``encoder`` for ``encoder_k``."""
-    words = [word for word in re.split("[._]", prefix) if word and not ROLE.fullmatch(word)]
-    return "_".join(words)
+    return "_".join(word for word in re.split("[._]", prefix) if word and not ROLE.fullmatch(word))
 
 
-def _prefixes(state: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield every prefix of at most five parts with enough names below it, short ones first."""
-    counts: dict[str, int] = {"": len(state)}
+def _prefixes(state: Mapping[str, Tensor]) -> list[str]:
+    """Return every prefix of at most five parts with enough names below it, short ones first."""
+    counts = Counter({"": len(state)})
     for key in state:
         parts = key.split(".")
-        for depth in range(1, min(len(parts), DEEPEST + 1)):
-            prefix = ".".join(parts[:depth]) + "."
-            counts[prefix] = counts.get(prefix, 0) + 1
-    yield from sorted((p for p, count in counts.items() if count >= FEWEST), key=lambda p: p.count("."))
+        counts.update(".".join(parts[:depth]) + "." for depth in range(1, min(len(parts), DEEPEST + 1)))
+    return sorted((p for p, count in counts.items() if count >= FEWEST), key=lambda p: p.count("."))
 
 
 def _is_network(state: Mapping[str, Tensor]) -> bool:
-    if any(anchor in state for anchor in CANDIDATES):
-        return True
-    return is_resnet(rename_resnet(state)[0]) or bool(names_like(state))
+    return not CANDIDATES.keys().isdisjoint(state) or is_resnet(rename_resnet(state)[0]) or bool(names_like(state))
 
 
 def _same_weights(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

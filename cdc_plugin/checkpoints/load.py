@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from cdc_plugin.checkpoints.formats import formats
-from cdc_plugin.checkpoints.formats.base import Loaded, Wanted, recognise
+from cdc_plugin.checkpoints.formats.base import Loaded, Wanted
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import CheckpointError, ConfigError, option
+from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.backbone import Backbone
 
 BRANCHES = ("online", "momentum")
@@ -34,12 +35,16 @@ def load_checkpoint(
     if str(path).startswith(("timm:", "hf-hub:")):
         from cdc_plugin.checkpoints.formats.timm import load_published
 
-        return load_published(str(path))
-    if format is not None:
-        formats.get(format)  # refuse an unknown name before reading a large file
-    checkpoint = read_checkpoint(path, trust)
-    name = format or find_format(checkpoint, wanted.arch)
-    return replace(formats.get(name).load(checkpoint, wanted), format=name)
+        name, loaded = "timm", load_published(str(path))
+    else:
+        if format is not None:
+            formats.get(format)  # refuse an unknown name before reading a large file
+        checkpoint = read_checkpoint(path, trust)
+        name = format or find_format(checkpoint, wanted.arch)
+        loaded = formats.entries[name].load(checkpoint, wanted)
+    network = loaded.origin.network or describe(loaded.backbone.spec)
+    clusters = tuple(int(head.clusters) for head in loaded.heads)  # type: ignore[arg-type]
+    return replace(loaded, format=name, head_clusters=clusters, origin=replace(loaded.origin, network=network))
 
 
 def load_backbone(
@@ -55,6 +60,20 @@ def load_backbone(
 
 
 def find_format(checkpoint: Checkpoint, arch: str | None = None) -> str:
-    """Return the name of the first format that recognises a checkpoint: plug-ins, then the order of the table."""
+    """Return the first format that recognises a checkpoint and an architecture: plug-ins, then the table's order."""
     plugins = [name for name in formats.names() if name not in BUILT_IN]
-    return recognise(checkpoint, arch, {name: formats.get(name) for name in (*plugins, *BUILT_IN)})
+    candidates = {name: formats.entries[name] for name in (*plugins, *BUILT_IN)}
+    knowing = [name for name, entry in candidates.items() if arch and entry.knows and entry.knows(arch)]
+    for name, entry in candidates.items():
+        if (arch is None or entry.knows is None or name in knowing) and entry.matches(checkpoint):
+            return name
+    if knowing:
+        return knowing[0]
+    if arch is not None:
+        raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
+    sample = ", ".join(list(checkpoint.state)[:4])
+    raise CheckpointError(
+        f"cannot recognise the network of {checkpoint.path} by its {len(checkpoint.state)} weights ({sample}); "
+        f"pass {option('arch', 'NAME')} (a torchvision or timm name) or {option('format', 'FORMAT')}, one of "
+        f"{', '.join(sorted(candidates))}"
+    )

@@ -16,8 +16,7 @@ from cdc_plugin.checkpoints.formats.native import (
     read_native,
 )
 from cdc_plugin.checkpoints.load import Loaded, Wanted, load_checkpoint
-from cdc_plugin.checkpoints.read import strip_prefix
-from cdc_plugin.checkpoints.weights import load_strictly
+from cdc_plugin.checkpoints.weights import load_strictly, strip_prefix
 from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer

@@ -1,7 +1,13 @@
-"""Open checkpoint files without running anything inside them, and find the weights they hold."""
+"""Find the checkpoint that a path means, open it without running anything inside it, and find the weights it holds.
+
+A run folder holds many checkpoints. The latest is meant: the one called last, else the one with the highest number
+(epoch, then step), if the names differ in their numbers alone. Sub-folders are searched where the folder has none.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import re
 import tarfile
 import zipfile
@@ -13,33 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.locate import locate, read_sidecars
 from cdc_plugin.checkpoints.safe_pickle.containers import names_in_tar, read_archive, read_legacy
 from cdc_plugin.checkpoints.safe_pickle.machine import Refused
-from cdc_plugin.checkpoints.safe_pickle.names import (
-    InertRecord,
-    is_network,
-    payload_fields,
-    plain,
-    read_as_inert,
-    whole_number,
-)
+from cdc_plugin.checkpoints.safe_pickle.names import InertRecord
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import CheckpointError, option
 
-__all__ = [
-    "Checkpoint",
-    "InertRecord",
-    "check_finite",
-    "find_state_dict",
-    "locate",
-    "payload_fields",
-    "plain",
-    "read_as_inert",
-    "read_checkpoint",
-    "strip_prefix",
-    "whole_number",
-]
-
+CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
+SIDECARS = ("config.json", "args.json", "model.json", "args.yaml", "hparams.yaml")
+# What a training run writes once, above the folder of its checkpoints.
+RUN_SIDECARS = ("args.json", "args.yaml", "hparams.yaml")
+SIDECAR_LIMITS = {".json": 1_000_000, ".yaml": 100_000}  # bytes; reading YAML is slow
+# A run that has both keeps more facts in its checkpoints than in what it exports.
+RUN_FOLDERS = ("checkpoints", "exported_models")
+LEVELS = 3  # lightning_logs/version_0/checkpoints
 # Where training scripts keep the weights, most specific first; moving averages ("model_ema") are the formats' matter.
 WRAPPERS = (
     *("state_dict", "model_state_dict", "model", "teacher", "student", "net", "network", "module"),
@@ -50,7 +43,6 @@ DATA_PARALLEL_PREFIXES = ("module.", "_orig_mod.")
 NETWORK_PACKAGES = ("torch.", "torchvision.", "timm.")
 # No weight of a network that works is larger; a flipped exponent makes such numbers.
 LARGEST = 1e12
-ADVICE = "save its weights alone with torch.save(network.state_dict(), FILE)"
 
 
 @dataclass(frozen=True)
@@ -108,18 +100,41 @@ def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, T
         found = strip_prefix(found, prefix)
 
 
-def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the entries below a prefix, without it.
+def locate(path: Path) -> Path:
+    """Return the checkpoint file that a path means, which may be the folder of a run."""
+    if path.is_dir():
+        return _latest_in(path)
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}{_describe_folder(path)}")
+    if not path.is_file():
+        raise CheckpointError(f"expected a checkpoint file, but {path} is not a file; check the path")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"the checkpoint {path} is empty (0 bytes); copy or download it again")
+    return path
 
-    >>> strip_prefix({"backbone.fc.bias": 1, "head.bias": 2}, "backbone.")
-    {'fc.bias': 1}
-    """
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+def read_sidecars(file: Path) -> dict[str, Any]:
+    """Return the settings beside a checkpoint, or those of its run one folder up, by file name."""
+    found: dict[str, Any] = {}
+    names = (*SIDECARS, f"{file.stem}.json")
+    places = [file.parent / name for name in names] + [file.parent.parent / name for name in RUN_SIDECARS]
+    for beside in places:
+        if beside.name in found or not beside.is_file() or beside.stat().st_size > SIDECAR_LIMITS[beside.suffix]:
+            continue
+        try:
+            found[beside.name] = _parse_sidecar(beside)
+        except (ValueError, RecursionError, OSError):
+            continue  # another tool's file; a format that needs it reports it as missing
+    return found
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     """Refuse weights with NaN, infinite or absurd values, and variances below zero."""
-    spans = {key: _extremes(value) for key, value in state.items() if value.is_floating_point() and value.numel()}
+    spans = {}
+    for key, value in state.items():
+        if value.is_floating_point() and value.numel():
+            low, high = torch.aminmax(value.float() if value.itemsize == 1 else value.detach())
+            spans[key] = (float(low), float(high))
     broken = [key for key, (low, high) in spans.items() if not -LARGEST <= low <= high <= LARGEST]
     diverged = [key for key in broken if not spans[key][1] - spans[key][0] < float("inf")]
     if diverged:
@@ -135,9 +150,121 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
         )
 
 
-def _extremes(values: Tensor) -> tuple[float, float]:
-    low, high = torch.aminmax(values.float() if values.itemsize == 1 else values.detach())
-    return float(low), float(high)
+def whole_number(value: Any) -> int | None:
+    """Return an integer that was saved as itself or as a tensor; None for anything else.
+
+    >>> whole_number(torch.tensor(3)), whole_number(3.5)
+    (3, None)
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
+        return int(value.item())
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def payload_fields(value: Any) -> dict[str, Any]:
+    """Return a mapping, or what a record of arguments or settings holds, as a dictionary; else an empty one."""
+    if not isinstance(value, InertRecord):
+        return dict(value) if isinstance(value, Mapping) else {}
+    # omegaconf and ml_collections keep the items in an attribute, pydantic the attributes in another.
+    for holder in ("_content", "_fields", "__dict__"):
+        if isinstance(value.fields.get(holder), Mapping):
+            return {str(key): plain(entry) for key, entry in value.fields[holder].items()}
+    if value.entries:
+        return {str(key): entry for key, entry in value.entries.items()}
+    if not value.fields and len(value.arguments) == 1 and isinstance(value.arguments[0], Mapping):
+        return dict(value.arguments[0])
+    return value.fields
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return settings as plain dictionaries, lists and values; a record that is none of them stays."""
+    if depth > 50:  # records may hold each other
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain(entry, depth + 1) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry, depth + 1) for entry in value]
+    if isinstance(value, InertRecord):
+        if "_val" in value.fields:  # a leaf of omegaconf
+            return value.fields["_val"]
+        if "_content" in value.fields:
+            return plain(value.fields["_content"], depth + 1)
+        if value.entries or value.members:
+            return plain(value.entries or value.members, depth + 1)
+    return value
+
+
+def _describe_folder(path: Path) -> str:
+    """Return what is there in place of a file that is missing."""
+    if not path.parent.is_dir():
+        return f" (nor a folder {path.parent}); check the path"
+    names = sorted(p.name for p in path.parent.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if n.endswith(CHECKPOINT_SUFFIXES)][:3]
+    return f"; the folder has {', '.join(near)}" if near else f"; {path.parent} has no checkpoint, check the path"
+
+
+def _latest_in(folder: Path) -> Path:
+    inside = _checkpoints_in(folder)
+    if not inside:
+        if (folder / "model.json").is_file():
+            raise CheckpointError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
+        names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        raise CheckpointError(f"expected a checkpoint in the folder {folder}, found {names}; give the checkpoint file")
+    chosen = _choose(inside)
+    if chosen is None:
+        names = ", ".join(str(p.relative_to(folder)) for p in inside[:5])
+        raise CheckpointError(f"the folder {folder} holds {len(inside)} checkpoints ({names}); name one of them")
+    return locate(chosen)
+
+
+def _checkpoints_in(folder: Path, levels: int = LEVELS) -> list[Path]:
+    entries = sorted(folder.iterdir())
+    inside = [p for p in entries if p.is_file() and p.suffix in CHECKPOINT_SUFFIXES]
+    if inside or not levels:
+        return inside
+    folders = [p for p in entries if p.is_dir() and not p.name.startswith(".")][:100]
+    for name in RUN_FOLDERS:
+        if folder / name in folders and (found := _checkpoints_in(folder / name, 0)):
+            return found
+    return [p for below in folders for p in _checkpoints_in(below, levels - 1)]
+
+
+def _choose(checkpoints: list[Path]) -> Path | None:
+    """Return the latest checkpoint of one run; None if they are of several runs, or of unlike names."""
+    stems = {p: re.sub(r"(\.(pth|pt))?\.\w+$", "", p.name) for p in checkpoints}
+    whole = [p for p in checkpoints if p.name == "model.safetensors"]
+    last = [p for p in checkpoints if re.fullmatch(r"(.*[-_=])?last(-v\d+)?", stems[p])]
+    group = whole or last or checkpoints
+    # Lightning counts: last, last-v1, last-v2.
+    names = [re.sub(r"-v\d+$", "", stems[p]) if group is last else stems[p] for p in group]
+    kinds = {(re.sub(r"\d+", "#", name), p.suffix) for name, p in zip(names, group, strict=True)}
+    if len(kinds) > 1 or len({p.parent for p in checkpoints}) > 1:
+        return None
+    return max(group, key=lambda p: [int(number) for number in re.findall(r"\d+", stems[p])])
+
+
+def _parse_sidecar(file: Path) -> Any:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix == ".json":
+        return json.loads(text)
+    import yaml
+
+    class DataLoader(yaml.SafeLoader):
+        """Read a tagged Python object as the plain mapping, list or text that was written of it."""
+
+    def untagged(loader: Any, _tag: str, node: Any) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)
+
+    DataLoader.add_multi_constructor("tag:yaml.org,2002:python/", untagged)
+    DataLoader.add_multi_constructor("!", untagged)
+    try:
+        return yaml.load(text, DataLoader)
+    except (yaml.YAMLError, TypeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
@@ -177,29 +304,27 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
+    advice = "save its weights alone with torch.save(network.state_dict(), FILE)"
+    trusting = f", or, if you trust its author, pass {option('trust_checkpoint')}"
     try:
         payload = _read_inert(file, head)
     except Refused as error:
-        if trust:
-            return _read_trusted(file)
-        trusting = f", {_advise_trust()}" if error.name.startswith(NETWORK_PACKAGES) else ""
-        raise CheckpointError(
-            f"{file} asks to run foreign code ({error.name[:100]}): refused; {ADVICE}{trusting}"
-        ) from None
-    holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
-    network = next((value for value in holders if is_network(value)), None)
-    if network is None:
-        return payload
-    if trust:
-        return _read_trusted(file)
-    raise CheckpointError(
-        f"{file} holds a whole pickled network ({network.name}), opening it would run code: refused; "
-        f"{ADVICE}, {_advise_trust()}"
-    )
-
-
-def _advise_trust() -> str:
-    return f"or, if you trust its author, pass {option('trust_checkpoint')}"
+        refusal = f"asks to run foreign code ({error.name[:100]}): refused; {advice}"
+        if error.name.startswith(NETWORK_PACKAGES):
+            refusal += trusting
+    else:
+        holders = [payload, *(payload[name] for name in WRAPPERS if isinstance(payload, dict) and name in payload)]
+        # A record that stands in for a network has what torch keeps of every module.
+        records = [value for value in holders if isinstance(value, InertRecord)]
+        network = next((record for record in records if {"_modules", "_parameters"} <= record.fields.keys()), None)
+        if network is None:
+            return payload
+        refusal = (
+            f"holds a whole pickled network ({network.name}), opening it would run code: refused; {advice}{trusting}"
+        )
+    if not trust:
+        raise CheckpointError(f"{file} {refusal}")
+    return _read_trusted(file)
 
 
 def _read_trusted(file: Path) -> Any:

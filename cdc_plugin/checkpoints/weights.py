@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import build, skeleton
+from cdc_plugin.models.backbone import Backbone
 
 # A classifier that the features do not pass through; its weights may stay behind.
 HEAD_PREFIXES = ("fc.", "head.", "heads.", "head_dist.", "classifier.")
@@ -39,6 +40,15 @@ class WeightsMismatchError(CheckpointError):
         self.shapes = dict(shapes)  # misshapen weights: found, expected
 
 
+def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the entries below a prefix, without it.
+
+    >>> strip_prefix({"backbone.fc.bias": 1, "head.bias": 2}, "backbone.")
+    {'fc.bias': 1}
+    """
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
 def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
     """Return what a strict load would object to, except a dropped classifier and absent batch counters."""
     wanted = network.state_dict()
@@ -49,46 +59,44 @@ def compare(network: nn.Module, state: Mapping[str, Tensor]) -> Differences:
     return Differences(len(shared) - len(misshapen), tuple(missing), tuple(unexpected), tuple(misshapen))
 
 
-def build_with_weights(
-    spec: Mapping[str, Any], state: Mapping[str, Tensor], source: str, partial: bool = False
-) -> tuple[nn.Module, int, float]:
-    """Return the network of a spec with its weights, its number of features, and the share of weights that matched."""
-    if not partial:  # before shapes that no network has ask for memory
-        _refuse_differences(skeleton(spec), state, source)
+def build_backbone(
+    spec: dict[str, Any],
+    state: Mapping[str, Tensor],
+    source: str,
+    mean: Sequence[float],
+    std: Sequence[float],
+    size: int,
+    inferred: Sequence[str] = (),
+    partial: bool = False,
+) -> tuple[Backbone, float]:
+    """Return the network of a spec with weights and input convention, and the share of its weights that matched.
+
+    Args:
+        source: the file, for messages.
+        partial: accept that some weights do not match; else all must.
+    """
+    # Compared without memory first: a damaged file may ask for a network of any size.
+    empty = skeleton(spec)
+    differences = compare(empty, state)
+    if not differences.matched or (differences and not partial):
+        raise _mismatch(differences, empty, state, source)
     try:
         network, feature_dim = build(spec)
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())[:150]
         raise CheckpointError(f"the network of {source} cannot be built ({reason}); copy the file again") from error
-    return network, feature_dim, load_weights(network, state, source, partial)
-
-
-def load_weights(network: nn.Module, state: Mapping[str, Tensor], source: str, partial: bool = False) -> float:
-    """Copy the weights into the network and return the share that matched: all, unless ``partial`` allows less."""
-    if not partial:
-        load_strictly(network, state, source)
-        return 1.0
-    differences, wanted = compare(network, state), network.state_dict()
-    if not differences.matched:
-        raise _mismatch(differences, network, state, source)
-    usable = set(wanted) - set(differences.misshapen)
-    fitting = {k: v.to(wanted[k].dtype) for k, v in state.items() if k in usable}
-    network.load_state_dict(fitting, strict=False)
+    _copy_weights(network, {key: value for key, value in state.items() if key not in differences.misshapen})
     lost = len(differences.missing) + len(differences.misshapen)
-    return differences.matched / (differences.matched + lost)
+    matched = differences.matched / (differences.matched + lost)
+    return Backbone(network, feature_dim, mean, std, size, spec, inferred), matched
 
 
 def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Copy the weights into the network, or raise with counts and the names nearest to those not found."""
-    _refuse_differences(network, state, source)
-    wanted = network.state_dict()
-    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
-
-
-def _refuse_differences(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     differences = compare(network, state)
     if differences:
         raise _mismatch(differences, network, state, source)
+    _copy_weights(network, state)
 
 
 def nearest(key: str, others: Sequence[str]) -> str | None:
@@ -101,13 +109,12 @@ def nearest(key: str, others: Sequence[str]) -> str | None:
     return near[0] if near else None
 
 
-def _mismatch(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> WeightsMismatchError:
+def _copy_weights(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     wanted = network.state_dict()
-    shapes = {key: (tuple(state[key].shape), tuple(wanted[key].shape)) for key in found.misshapen}
-    return WeightsMismatchError(_explain(found, network, state, source), found, shapes)
+    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
 
 
-def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> str:
+def _mismatch(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> WeightsMismatchError:
     wanted = network.state_dict()
     parts = [
         f"{source} does not fit the network: {found.matched} of {len(wanted)} weights match, "
@@ -120,7 +127,9 @@ def _explain(found: Differences, network: nn.Module, state: Mapping[str, Tensor]
     if found.misshapen:
         shapes = [f"{k} {_form(state[k])} for {_form(wanted[k])}" for k in found.misshapen[:5]]
         parts.append("shapes " + ", ".join(shapes))
-    return "; ".join(parts) + f"; pass {option('arch', 'NAME')} of the network it was trained with"
+    message = "; ".join(parts) + f"; pass {option('arch', 'NAME')} of the network it was trained with"
+    pairs = {key: (tuple(state[key].shape), tuple(wanted[key].shape)) for key in found.misshapen}
+    return WeightsMismatchError(message, found, pairs)
 
 
 def _mistyped(wanted: Tensor, found: Tensor) -> bool:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import QUICK_LOOK
-from cdc_plugin.checkpoints.infer.check import check_input
-from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, infer_input
+from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, check_input, infer_input
 from cdc_plugin.checkpoints.load import BRANCHES, Loaded, Wanted, formats, load_checkpoint
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.weights import WeightsMismatchError, nearest

@@ -1,7 +1,4 @@
-"""Checkpoints that other frameworks wrote, against what their own code computes."""
-
-import json
-import zipfile
+"""Bare networks that other frameworks wrote, settled by images or told by weights alone."""
 
 import numpy as np
 import pytest
@@ -9,28 +6,15 @@ import torch
 
 from cdc_plugin.checkpoints import Wanted, infer_input, load_backbone, read_checkpoint
 from cdc_plugin.checkpoints.formats.torchvision import load_torchvision
-from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
-from cdc_plugin.checkpoints.read import Checkpoint, strip_prefix
+from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
+from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import UserError
 from tests.helpers import SHARED
+from tests.helpers.checkpoint_builders.genuine import assert_features, needs_shared, original_images, unpack
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
+pytestmark = needs_shared
 EFFICIENTNET = SHARED / "weights" / "tf_efficientnet_lite0_imagenet_timm.pth"
-
-
-def unpack(case, folder):
-    with zipfile.ZipFile(SHARED / "fixtures" / f"{case}.zip") as archive:
-        archive.extractall(folder)
-    record = json.loads((folder / "case.json").read_text())
-    expected = np.load(folder / "expected.npz")
-    inputs, features = (torch.from_numpy(expected[name]).float() for name in ("inputs", "features"))
-    return folder / record["checkpoint"], record, inputs, features
-
-
-def original_images(inputs, record):
-    """The pixels (N, 3, S, S) in 0..255 that were normalised into the inputs of a case."""
-    mean, std = (torch.tensor(record[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
-    return (inputs * std + mean).mul(255).round().clamp(0, 255).byte()
 
 
 def images_of(name):
@@ -40,22 +24,6 @@ def images_of(name):
 def bare_resnet(path, prefix):
     state = strip_prefix(read_checkpoint(path).state, prefix)
     return Checkpoint(path, state, {}, {key: value for key, value in state.items() if not key.startswith("fc.")})
-
-
-@pytest.mark.parametrize("case", ["torchvision-resnet18", "timm-test_resnet", "timm-convnext_atto-train"])
-def test_features_are_those_of_the_framework_itself(tmp_path, case):
-    path, record, inputs, expected = unpack(case, tmp_path)
-    backbone = load_backbone(path).eval()
-    assert backbone.feature_dim == record["feature_dim"]
-    assert backbone.mean.tolist() == pytest.approx(record["mean"])
-    assert backbone.std.tolist() == pytest.approx(record["std"])
-    with torch.no_grad():
-        torch.testing.assert_close(backbone(inputs), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_training_run_of_timm_states_its_image_size(tmp_path):
-    path, record, _, _ = unpack("timm-convnext_atto-train", tmp_path)
-    assert load_backbone(path).input_size == record["input_size"]
 
 
 def test_published_efficientnet_is_told_by_its_file_name_and_by_the_user(tmp_path):
@@ -87,19 +55,18 @@ def test_bare_backbones_are_settled_as_they_were_trained(name, mean, std):
     ],
 )
 def test_paddings_that_no_shape_tells_apart_are_settled_by_images(tmp_path, case, prefix, padding):
-    path, record, inputs, expected = unpack(case, tmp_path)
+    path, record, expected = unpack(case, tmp_path)
     checkpoint = bare_resnet(path, prefix)
-    found = infer_input(load_torchvision(checkpoint, Wanted()).backbone, original_images(inputs, record))
+    found = infer_input(load_torchvision(checkpoint, Wanted()).backbone, original_images(record, expected))
     stem = found.backbone.spec["stem"]
     assert (stem["padding"], stem["pool"], stem["stride"]) == (padding, False, 1)
     assert found.backbone.std.tolist() == pytest.approx(record["std"], abs=0.002)
-    with torch.no_grad():
-        torch.testing.assert_close(found.backbone.eval()(inputs), expected, rtol=1e-3, atol=1e-3)
+    assert_features(found.backbone, expected, tolerance=1e-3)
 
 
 def test_imagenet_normalisation_stays_where_images_do_not_speak_clearly(tmp_path):
-    path, record, inputs, _ = unpack("torchvision-resnet18", tmp_path)
-    found = infer_input(load_backbone(path), original_images(inputs, record))
+    path, record, expected = unpack("torchvision-resnet18", tmp_path)
+    found = infer_input(load_backbone(path), original_images(record, expected))
     assert found.backbone.mean.tolist() == pytest.approx(record["mean"])
 
 

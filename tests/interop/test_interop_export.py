@@ -1,9 +1,7 @@
 """Genuine checkpoints in, exports out: the other library must compute what the checkpoint's own framework computed."""
 
 import json
-import zipfile
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -13,29 +11,15 @@ from cdc_plugin.checkpoints import load_backbone, load_checkpoint
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.export import onnx as onnx_export
-from tests.helpers import SHARED
+from tests.helpers.checkpoint_builders.genuine import assert_features, needs_shared, unpack
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
+pytestmark = needs_shared
 SOLO_CASES = [
     ("solo-mocov2plus-r18-cifar", "resnet18", "base"),
     ("solo-byol-r18-224", "resnet18", "base"),
     ("solo-simclr-wrn-adamw", "wide_resnet28w2", "base"),
     ("solo-mae-vit_tiny", "vit_tiny", "mae"),
 ]
-
-
-def unpack(case, folder):
-    with zipfile.ZipFile(SHARED / "fixtures" / f"{case}.zip") as archive:
-        archive.extractall(folder)
-    record = json.loads((folder / "case.json").read_text())
-    expected = np.load(folder / "expected.npz")
-    return folder / record["checkpoint"], record, {name: torch.from_numpy(expected[name]) for name in expected.files}
-
-
-def assert_features(network, expected):
-    with torch.no_grad():
-        found = network.eval()(expected["inputs"].float())
-    torch.testing.assert_close(found, expected["features"].float(), rtol=1e-4, atol=1e-4)
 
 
 def linear_evaluation(folder):
@@ -110,12 +94,12 @@ def test_onnx_export_gives_the_probabilities_of_the_calibrated_or_the_only_head(
     path, record, expected = unpack(case, tmp_path / "in")
     export_model(path, "onnx", tmp_path / "m.onnx")
     mean, std = (torch.tensor(record[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
-    images = (expected["inputs"].float() * std + mean).numpy()
+    images = (expected["inputs"] * std + mean).numpy()
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
     probabilities, features = session.run(["probabilities", "features"], {"images": images})
     wanted = expected["probs_cali"] if "probs_cali" in expected else expected["probs"]
-    torch.testing.assert_close(torch.from_numpy(probabilities), wanted.float(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(torch.from_numpy(features), expected["features"].float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(probabilities), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.from_numpy(features), expected["features"], rtol=1e-4, atol=1e-4)
 
 
 def test_network_whose_pool_only_images_can_settle_is_not_exported(tmp_path):

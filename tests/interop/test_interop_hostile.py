@@ -13,14 +13,11 @@ import torch
 from cdc_plugin.checkpoints import load_checkpoint, read_checkpoint
 from cdc_plugin.errors import UserError
 from tests.helpers import ROOT
+from tests.helpers.checkpoint_builders.genuine import needs_shared, unpack
 
-SHARED = ROOT.parent / "shared"
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
+pytestmark = needs_shared
 # Small ones; each pickles what its framework leaves beside the weights.
-CASES = {
-    "timm-test_resnet": "test_resnet.pth",
-    "solo-simsiam-wrn": "simsiam-wrn-26-ep=0.ckpt",
-}
+CASES = ("timm-test_resnet", "solo-simsiam-wrn")
 
 
 @functools.cache
@@ -34,10 +31,7 @@ def fuzzing():
 
 @pytest.fixture(scope="module", params=CASES)
 def genuine(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    with zipfile.ZipFile(SHARED / "fixtures" / f"{request.param}.zip") as archive:
-        archive.extractall(folder)
-    return folder / CASES[request.param]
+    return unpack(request.param, tmp_path_factory.mktemp(request.param))[0]
 
 
 @functools.cache

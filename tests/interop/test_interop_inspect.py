@@ -1,30 +1,17 @@
 """The checkpoint doctor on genuine checkpoints and real images."""
 
-import json
-import zipfile
-
-import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.checkpoints import load_checkpoint
-from cdc_plugin.checkpoints.infer.check import check_input
+from cdc_plugin.checkpoints.infer.resolve import check_input
 from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from tests.helpers import SHARED
+from tests.helpers.checkpoint_builders.genuine import needs_shared, original_images, unpack
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared checkpoints are not beside the checkout")
-
-
-def unpack(case, folder):
-    """Path of a case's checkpoint, what it is, and its images (N, 3, S, S) in 0..255."""
-    with zipfile.ZipFile(SHARED / "fixtures" / f"{case}.zip") as archive:
-        archive.extractall(folder)
-    record = json.loads((folder / "case.json").read_text())
-    inputs = torch.from_numpy(np.load(folder / "expected.npz")["inputs"]).float()
-    mean, std = (torch.tensor(record[name]).float().view(1, 3, 1, 1) for name in ("mean", "std"))
-    return folder / record["checkpoint"], record, (inputs * std + mean).mul(255).round().clamp(0, 255)
+pytestmark = needs_shared
 
 
 def with_padding(backbone, padding):
@@ -36,7 +23,8 @@ def with_padding(backbone, padding):
 
 @pytest.mark.parametrize(("case", "padding"), [("solo-mocov2plus-r18-cifar", 2), ("cdcfork-mocov2plus-r34-cifar", 1)])
 def test_paddings_and_statistics_that_a_file_states_are_verified(tmp_path, case, padding):
-    path, _, images = unpack(case, tmp_path)
+    path, record, expected = unpack(case, tmp_path)
+    images = original_images(record, expected)
     backbone = load_checkpoint(path).backbone.eval()
     assert backbone.spec["stem"]["padding"] == padding
     assert check_input(backbone, images).verdict == "fits"
@@ -64,8 +52,9 @@ def test_images_of_another_kind_are_told():
 
 @pytest.mark.parametrize("case", ["cc", "lightly-simsiam-timm-r18"])
 def test_enlarged_images_are_told_from_those_of_the_training(tmp_path, case):
-    path, record, images = unpack(case, tmp_path)
-    large = torch.nn.functional.interpolate(images[:16], size=128, mode="bilinear")
+    path, record, expected = unpack(case, tmp_path)
+    images = original_images(record, expected)[:16].float()
+    large = torch.nn.functional.interpolate(images, size=128, mode="bilinear")
     found = check_input(load_checkpoint(path).backbone.eval(), large)
     assert found.variants[0].changed["input_size"] == record["input_size"]
 

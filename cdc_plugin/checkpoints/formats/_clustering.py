@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +12,9 @@ from torch import Tensor
 from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import has_shortcuts, rename_shortcuts
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
-from cdc_plugin.checkpoints.infer.map_size import inner_share, last_side
+from cdc_plugin.checkpoints.infer.from_weights import inner_share, last_side
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
-from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
+from cdc_plugin.checkpoints.weights import build_backbone, load_strictly
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.backbone import Backbone
@@ -74,26 +73,61 @@ def top_names(state: Mapping[str, Tensor]) -> set[str]:
     return {re.sub(r"_\d+$", "", key.split(".")[0]) for key in state}
 
 
+def count_rows(state: Mapping[str, Tensor], name: str) -> int | None:
+    """Return the number of rows of a weight, for a head's last layer its clusters; None if it is missing."""
+    return len(state[name]) if name in state and state[name].ndim else None
+
+
+def find_cifar(clusters: int | None, both: tuple[Convention, ...] = (CIFAR10, CIFAR20)) -> tuple[Convention, ...]:
+    """Return CIFAR-10 or CIFAR-20 by the number of clusters; both, if that is unknown or another."""
+    return {10: both[:1], 20: both[1:], 100: both[1:]}.get(clusters or 0, both)
+
+
+def load_resnet(
+    checkpoint: Checkpoint,
+    wanted: Wanted,
+    framework: str,
+    prefix: str,
+    small: Sequence[Convention],
+    large: Sequence[Convention] = (IMAGENET,),
+    known: Sequence[str] = (),
+    shortcuts: bool = False,
+) -> tuple[Backbone, float, dict[str, str]]:
+    """Return the ResNet below a prefix, the share of its weights that matched, and where its facts come from.
+
+    Args:
+        small, large: the framework's data sets for networks with a stem for small and for large images, the more usual
+            one first.
+        known: facts that are the same for all its data sets.
+        shortcuts: its own small networks say ``shortcut``; in others, which users put in their frame, the stem is open.
+    """
+    inner = rename_to_torchvision(checkpoint, prefix)
+    spec = resnet_shape(inner, wanted, framework)
+    if shortcuts and is_small_stem(spec) and not has_shortcuts(checkpoint.below(prefix).state):
+        choice = _leave_open(framework, small[0], spec)
+    else:
+        choice = choose_convention(framework, small if is_small_stem(spec) else large, spec, inner)
+    inferred, fed = [fact for fact in choice.inferred if fact not in known], choice.fed
+    facts = (str(checkpoint.path), fed.mean, fed.std, fed.size, inferred, wanted.partial)
+    backbone, matched = build_backbone(choice.spec, inner.state, *facts)
+    return backbone, matched, choice.why
+
+
 def choose_convention(
     framework: str, candidates: Sequence[Convention], spec: Mapping[str, Any], checkpoint: Checkpoint
 ) -> Choice:
     """Return the most plausible of the data sets that fit the content of a file.
 
     BatchNorm statistics reveal the size of the last maps, hence network and images; where two data sets agree in it,
-    the path may name one.
-
-    Args:
-        candidates: the more usual one first.
-        spec: the ResNet as returned by ``resnet_shape``.
-        checkpoint: its weights, under torchvision's names.
+    the path may name one, else it is the first. The weights are under torchvision's names.
     """
     stems = [spec["stem"] | (c.stem if is_small_stem(spec) else {}) for c in candidates]
     inner = [1 - 1 / last_side(stem, c.size) for stem, c in zip(stems, candidates, strict=True)]
     measured = inner_share(checkpoint.state)
     distances = [abs(share - measured) if measured is not None else 0.0 for share in inner]
     fitting = [c for c, distance in zip(candidates, distances, strict=True) if distance == min(distances)]
-    nearby = " ".join(re.sub(r"[^a-z0-9]", "", part.lower()) for part in checkpoint.path.absolute().parts[-4:])
-    named = [c for c in fitting if any(_occurs(name, nearby) for name in c.names)]
+    nearby = " ".join(map(_squash, checkpoint.path.absolute().parts[-4:]))
+    named = [c for c in fitting if any(re.search(rf"{_squash(name)}(?!\d)", nearby) for name in c.names)]
     chosen = named[0] if len(named) == 1 else fitting[0]
     stem = stems[list(candidates).index(chosen)]
     why = {"input_size": f"{framework}'s for {chosen.names[0]}"}
@@ -113,31 +147,11 @@ def choose_convention(
     return Choice(chosen, {**spec, "stem": stem}, inferred, why)
 
 
-def choose_for_shortcuts(
-    framework: str, candidates: Sequence[Convention], spec: Mapping[str, Any], checkpoint: Checkpoint, prefix: str
-) -> Choice:
-    """Return `choose_convention` for frameworks whose own small networks say ``shortcut``.
-
-    Users put other networks in their frame too.
-
-    Args:
-        checkpoint: its weights as the file names them, the network below ``prefix``.
-    """
-    if is_small_stem(spec) and not has_shortcuts(checkpoint.below(prefix).state):
-        return _leave_open(framework, candidates[0], spec)
-    return choose_convention(framework, candidates, spec, rename_to_torchvision(checkpoint, prefix))
-
-
 def _leave_open(framework: str, fed: Convention, spec: Mapping[str, Any]) -> Choice:
     """Return a choice for a small ResNet that is not the framework's own: its stem is open, as in any bare ResNet."""
     guess = f"{framework}'s for {fed.names[0]}, but the network is not its own; images can settle it"
     why = dict.fromkeys((*INPUT_FACTS, "stem"), guess)
     return Choice(fed, dict(spec), (*INPUT_FACTS, "stem.pool", "stem.padding", "stem.stride"), why)
-
-
-def find_cifar(clusters: int | None) -> tuple[Convention, ...]:
-    """Return CIFAR-10 or CIFAR-20 by the number of clusters; both, if that is unknown or another."""
-    return {10: (CIFAR10,), 20: (CIFAR20,), 100: (CIFAR20,)}.get(clusters or 0, (CIFAR10, CIFAR20))
 
 
 def rename_to_torchvision(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -173,21 +187,13 @@ def is_small_stem(spec: Mapping[str, Any]) -> bool:
     return bool(spec["stem"]["kernel"] < 7)
 
 
-def load_resnet(checkpoint: Checkpoint, wanted: Wanted, choice: Choice) -> tuple[Backbone, float]:
-    """Return the chosen backbone with its weights, and the share of them that matched."""
-    state, source = checkpoint.state, str(checkpoint.path)
-    network, feature_dim, matched = build_with_weights(choice.spec, state, source, wanted.partial)
-    fed = choice.fed
-    return Backbone(network, feature_dim, fed.mean, fed.std, fed.size, choice.spec, choice.inferred), matched
+def load_linear(state: Mapping[str, Tensor], inputs: int, source: str) -> LayeredHead:
+    """Return a head of one linear layer."""
+    return load_layered_head({f"0.{key}": value for key, value in state.items()}, ["linear"], inputs, source)
 
 
 def load_layered_head(state: Mapping[str, Tensor], kinds: Sequence[str], inputs: int, source: str) -> LayeredHead:
-    """Return a head of exactly these kinds of layers, its sizes read from the weights.
-
-    Args:
-        state: names as nn.Sequential gives them, ``0.weight`` for the first layer.
-        inputs: number of features that it is given.
-    """
+    """Return a head of exactly these kinds of layers, its sizes read from weights named as nn.Sequential does."""
     layers: list[list[Any]] = []
     size = inputs
     for position, kind in enumerate(kinds):
@@ -207,18 +213,21 @@ def load_layered_head(state: Mapping[str, Tensor], kinds: Sequence[str], inputs:
     return head
 
 
-def choose_head(count: int, wanted: Wanted, stated: int | None, source: Path) -> tuple[int | None, str]:
+def choose_head(
+    checkpoint: Checkpoint, count: int, wanted: Wanted, stated: int | None = None
+) -> tuple[int | None, str]:
     """Return the number of the head to use and why; None if neither the user nor the file chooses one."""
     for number, reason in ((wanted.head, "as requested"), (stated, "the best one according to the file")):
         if number is None:
             continue
         if not 0 <= number < count:
-            raise CheckpointError(f"{source} has {count} clustering heads, {number} ({reason}) is not one of them")
+            raise CheckpointError(
+                f"{checkpoint.path} has {count} clustering heads, {number} ({reason}) is not one of them"
+            )
         return number, f"head {number} of {count}, {reason}"
     if count == 1:
         return 0, "the only one"
-    choices = f"{option('head', 0)} to {count - 1}"
-    return None, f"{count} heads and the file does not say which is best; pass {choices}"
+    return None, f"{count} heads and the file does not say which is best; pass {option('head', 0)} to {count - 1}"
 
 
 def refuse_branch(wanted: Wanted, checkpoint: Checkpoint) -> None:
@@ -234,6 +243,5 @@ def read_epoch(checkpoint: Checkpoint) -> int | None:
     return whole_number(payload_fields(checkpoint.payload).get("epoch"))
 
 
-def _occurs(name: str, text: str) -> bool:
-    word = re.sub(r"[^a-z0-9]", "", name.lower())
-    return re.search(rf"{word}(?!\d)", text) is not None
+def _squash(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())

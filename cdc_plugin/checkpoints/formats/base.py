@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from cdc_plugin.checkpoints.read import Checkpoint
-from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.backbone import Backbone
 
 
@@ -38,15 +37,15 @@ class Origin:
 
     Args:
         writer: framework, version and method, as far as known: "solo-learn (mocov2plus)".
-        network: the network in words: "resnet18, 3x3 stem with padding 2, no max-pool".
         epoch: number of epochs trained.
         why: where a fact comes from, by name (mean, std, input_size, stem, head, branch, ...).
+        network: the network in words, if not those of `describe`.
     """
 
     writer: str
-    network: str = ""
     epoch: int | None = None
     why: Mapping[str, str] = field(default_factory=dict)
+    network: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Loaded:
     Args:
         heads: none, one (of another clustering method), or two (clustering and calibration).
         matched: share of the backbone's weights that the checkpoint has; below 1 only if the user allowed it.
-        format: name of the format that read it.
+        format, head_clusters: set by ``load_checkpoint``: the format that read it, the number of clusters of each head.
     """
 
     backbone: Backbone
@@ -64,11 +63,7 @@ class Loaded:
     heads: tuple[nn.Module, ...] = ()
     matched: float = 1.0
     format: str = ""
-
-    @property
-    def head_clusters(self) -> tuple[int, ...]:
-        """For every head, how many clusters it has."""
-        return tuple(int(head.clusters) for head in self.heads)  # type: ignore[arg-type]
+    head_clusters: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,21 +79,3 @@ class CheckpointFormat:
     matches: Callable[[Checkpoint], bool]
     load: Callable[[Checkpoint, Wanted], Loaded]
     knows: Callable[[str], bool] | None = None
-
-
-def recognise(checkpoint: Checkpoint, arch: str | None, candidates: Mapping[str, CheckpointFormat]) -> str:
-    """Return the name of the first candidate that recognises the checkpoint and the architecture's name."""
-    for name, entry in candidates.items():
-        if entry.matches(checkpoint) and (arch is None or entry.knows is None or entry.knows(arch)):
-            return name
-    if arch is not None:
-        for name, entry in candidates.items():
-            if entry.knows is not None and entry.knows(arch):
-                return name
-        raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
-    sample = ", ".join(list(checkpoint.state)[:4])
-    raise CheckpointError(
-        f"cannot recognise the network of {checkpoint.path} by its {len(checkpoint.state)} weights ({sample}); "
-        f"pass {option('arch', 'NAME')} (a torchvision or timm name) or {option('format', 'FORMAT')}, one of "
-        f"{', '.join(sorted(candidates))}"
-    )

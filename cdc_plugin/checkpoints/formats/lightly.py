@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from cdc_plugin.checkpoints.find_backbone import Inside, backbone_part, choose_inside, find_prefixes, without_wrappers
-from cdc_plugin.checkpoints.formats.bare import load_bare
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
+from cdc_plugin.checkpoints.formats.timm import load_bare
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, load_torchvision
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
+from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.backbone import Backbone
 
@@ -44,7 +45,7 @@ def load_inside(inside: Inside, wanted: Wanted) -> Loaded:
 
 def replace_input(backbone: Backbone, mean: Any, std: Any, size: int | None, inferred: tuple[str, ...]) -> Backbone:
     """Return the same backbone with another input convention; open facts about its network stay open."""
-    still_open = tuple(fact for fact in backbone.inferred if fact not in ("mean", "std", "input_size"))
+    still_open = tuple(fact for fact in backbone.inferred if fact not in INPUT_FACTS)
     side = size or backbone.input_size
     return Backbone(backbone.module, backbone.feature_dim, mean, std, side, backbone.spec, (*inferred, *still_open))
 
@@ -52,17 +53,23 @@ def replace_input(backbone: Backbone, mean: Any, std: Any, size: int | None, inf
 def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) -> Loaded:
     inside = choose_inside(checkpoint, wanted) or _take_usual_prefix(checkpoint, wanted)
     loaded = load_inside(inside, wanted)
-    size, why_size = _stated_size(checkpoint), "stated in its hyper-parameters"
+    payload = payload_fields(checkpoint.payload)
+    stated = payload_fields(payload.get("hyper_parameters"))
+    sizes = [whole_number(stated.get(name)) for name in SIZE_NAMES]
+    size, why_size = next((size for size in sizes if size and size > 0), None), "stated in its hyper-parameters"
     fixed = (loaded.backbone.spec or {}).get("kwargs", loaded.backbone.spec or {})
     inferred = ["mean", "std"]
-    if "img_size" in fixed or "image_size" in fixed or _has_positions(inside.checkpoint):
+    if "img_size" in fixed or "image_size" in fixed or has_positions(inside.checkpoint):
         size, why_size = loaded.backbone.input_size, "inferred from its position embeddings"
     elif size is None:
         inferred.append("input_size")
         why_size = "usual for this network, the file does not state it"
     backbone = replace_input(loaded.backbone, IMAGENET_MEAN, IMAGENET_STD, size, tuple(inferred))
     facts = {"mean": normalised, "std": normalised, "input_size": why_size, "branch": inside.why}
-    origin = Origin(writer, loaded.origin.network, _epochs(checkpoint), {**loaded.origin.why, **facts})
+    epoch = whole_number(payload.get("epoch"))
+    if epoch is not None and LIGHTNING in payload:
+        epoch += 1  # Lightning counts from 0
+    origin = Origin(writer, epoch, {**loaded.origin.why, **facts})
     return replace(loaded, backbone=backbone, origin=origin)
 
 
@@ -77,25 +84,12 @@ def _take_usual_prefix(checkpoint: Checkpoint, wanted: Wanted) -> Inside:
             f"pass {option('arch', 'NAME')} (a torchvision or timm name)"
         )
     named, stem = rename_resnet(backbone_part(state, prefix))
-    return Inside(replace(checkpoint, state=named), prefix, stem, f"below {prefix or 'the top'}")
+    return Inside(replace(checkpoint, state=named), stem, f"below {prefix or 'the top'}")
 
 
-def _has_positions(checkpoint: Checkpoint) -> bool:
+def has_positions(checkpoint: Checkpoint) -> bool:
+    """Return whether the weights of a transformer show the size of its images."""
     return any(name in checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
-
-
-def _stated_size(checkpoint: Checkpoint) -> int | None:
-    stated = payload_fields(payload_fields(checkpoint.payload).get("hyper_parameters"))
-    sizes = [whole_number(stated.get(name)) for name in SIZE_NAMES]
-    return next((size for size in sizes if size and size > 0), None)
-
-
-def _epochs(checkpoint: Checkpoint) -> int | None:
-    payload = payload_fields(checkpoint.payload)
-    epoch = whole_number(payload.get("epoch"))
-    if epoch is None:
-        return None
-    return epoch + 1 if LIGHTNING in payload else epoch  # Lightning counts from 0
 
 
 def _guess_method(checkpoint: Checkpoint) -> str:
@@ -111,11 +105,9 @@ def _prefixes(checkpoint: Checkpoint) -> list[str]:
     """Return the prefixes of backbones; none if the file is nothing but a backbone under its usual names."""
     state = without_wrappers(checkpoint.state)
     prefixes = find_prefixes(state)
-    if prefixes == [""]:
-        part = backbone_part(state)
-        bare = len(part) == len(checkpoint.state) and rename_resnet(part)[0].keys() == checkpoint.state.keys()
-        return [] if bare else prefixes
-    return prefixes
+    part = backbone_part(state)
+    bare = len(part) == len(checkpoint.state) and rename_resnet(part)[0].keys() == checkpoint.state.keys()
+    return [] if prefixes == [""] and bare else prefixes
 
 
 def matches_lightly(checkpoint: Checkpoint) -> bool:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.find_backbone import Inside, choose_inside, find_prefixes, without_wrappers
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.formats.lightly import load_inside, replace_input
+from cdc_plugin.checkpoints.formats.lightly import has_positions, load_inside, replace_input
 from cdc_plugin.checkpoints.formats.timm import three_numbers
 from cdc_plugin.checkpoints.formats.timm.fit import TRANSFORMER
 from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.weights import load_strictly
 from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.models.architectures import build
+from cdc_plugin.models.architectures import build, describe
 from cdc_plugin.models.backbone import Backbone
 
 RECORD = "lightly_train"
@@ -28,7 +28,8 @@ DEEPEST = 20
 
 def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return the model that lightly-train exports: the teacher where there is one, without projection heads."""
-    record = payload_fields(payload_fields(checkpoint.payload).get(RECORD))
+    payload = payload_fields(checkpoint.payload)
+    record = payload_fields(payload.get(RECORD))
     inside = choose_inside(checkpoint, wanted) or _read_kept_module(checkpoint, record, wanted)
     if inside is None:
         raise CheckpointError(
@@ -36,20 +37,20 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
             f"pass {option('arch', 'NAME')} with the one it was trained as"
         )
     loaded = _average_patches(load_inside(inside, wanted))
-    mean, std, stated = _read_normalisation(record)
+    normalised = payload_fields(record.get("normalize_args"))
+    mean, std = (three_numbers(normalised.get(name)) for name in ("mean", "std"))
+    stated = bool(mean and std)
     why = "stated by the run" if stated else "lightly-train's default, ImageNet's; an export does not state them"
-    by_positions = any(name in inside.checkpoint.state for name in ("pos_embed", "encoder.pos_embedding"))
+    by_positions = has_positions(inside.checkpoint)
     inferred = (*(() if stated else ("mean", "std")), *(() if by_positions else ("input_size",)))
-    backbone = replace_input(loaded.backbone, mean, std, None, inferred)
+    pair: tuple[Any, Any] = (mean, std) if stated else (IMAGENET_MEAN, IMAGENET_STD)
+    backbone = replace_input(loaded.backbone, *pair, size=None, inferred=inferred)
     facts = {"mean": why, "std": why, "branch": inside.why}
     facts["input_size"] = "inferred from its position embeddings" if by_positions else "usual for this network"
-    version = record.get("version")
-    epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
+    version, epoch = record.get("version"), whole_number(payload.get("epoch"))
+    writer = f"lightly-train {version}" if isinstance(version, str) else "lightly-train"
     origin = Origin(
-        f"lightly-train {version}" if isinstance(version, str) else "lightly-train",
-        loaded.origin.network,
-        None if epoch is None else epoch + 1,
-        {**loaded.origin.why, **facts},
+        writer, epoch if epoch is None else epoch + 1, {**loaded.origin.why, **facts}, loaded.origin.network
     )
     return replace(loaded, backbone=backbone, origin=origin)
 
@@ -70,7 +71,7 @@ def _average_patches(loaded: Loaded) -> Loaded:
     mean, std = backbone.mean.tolist(), backbone.std.tolist()
     averaged = Backbone(network, features, mean, std, backbone.input_size, spec, backbone.inferred)
     why = {**loaded.origin.why, "features": "mean of the patch tokens, as lightly-train embeds"}
-    return replace(loaded, backbone=averaged, origin=replace(loaded.origin, why=why))
+    return replace(loaded, backbone=averaged, origin=replace(loaded.origin, why=why, network=describe(backbone.spec)))
 
 
 def read_module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -93,13 +94,7 @@ def _read_kept_module(checkpoint: Checkpoint, record: Mapping[str, Any], wanted:
     state = read_module_state(payload_fields(record.get("models")).get("model"))
     if not state or wanted.branch == "online":
         return None
-    return Inside(replace(checkpoint, state=state), "", {}, "the model that lightly-train exports")
-
-
-def _read_normalisation(record: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-    stated = payload_fields(record.get("normalize_args"))
-    mean, std = (three_numbers(stated.get(name)) for name in ("mean", "std"))
-    return (mean, std, True) if mean and std else (IMAGENET_MEAN, IMAGENET_STD, False)
+    return Inside(replace(checkpoint, state=state), {}, "the model that lightly-train exports")
 
 
 def matches(checkpoint: Checkpoint) -> bool:

@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.locate import read_sidecars
-from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, strip_prefix
-from cdc_plugin.checkpoints.weights import build_with_weights, load_strictly
+from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, read_sidecars
+from cdc_plugin.checkpoints.weights import build_backbone, load_strictly, strip_prefix
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.models.heads import build_head
@@ -35,8 +33,7 @@ def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.exists():
         raise CheckpointError(f"there is no result folder {path}; pass the folder that cdc-refine wrote")
     folder = path if path.is_dir() else path.parent
-    description = read_description(folder)
-    return description, read_checkpoint(folder / WEIGHTS).state
+    return read_description(folder), read_checkpoint(folder / WEIGHTS).state
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -61,25 +58,22 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
             f"{source} was refined from a network of the user's own class, which its files cannot rebuild; "
             "pass that network as well: cdc_plugin.load_model(folder, module=network)"
         )
-    # Backbone keeps its network as ``module``; both spellings of the prefix are taken. Exports may have none.
-    weights = strip_prefix(tensors, "backbone.") or tensors
+    weights = strip_prefix(tensors, "backbone.") or tensors  # exports have no prefix
+    # Backbone keeps its network as ``module``; both spellings of the prefix are taken.
     if weights and all(key.startswith("module.") for key in weights):
         weights = strip_prefix(weights, "module.")
-    network, feature_dim, _ = build_with_weights(record["spec"], weights, source)
-    facts = (record["mean"], record["std"], record["input_size"], record["spec"], record.get("inferred", ()))
-    return Backbone(network, feature_dim, *facts)
+    facts = (record["mean"], record["std"], record["input_size"], record.get("inferred", ()))
+    return build_backbone(record["spec"], weights, source, *facts)[0]
 
 
 def native_heads(
     description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
 ) -> tuple[nn.Module, nn.Module]:
     """Return clustering and calibration head of a result folder."""
-    heads = []
-    for name in ("clustering_head", "calibration_head"):
-        head = build_head(description.get("heads"), feature_dim, source)
+    clustering, calibration = (build_head(description.get("heads"), feature_dim, source) for _ in range(2))
+    for name, head in (("clustering_head", clustering), ("calibration_head", calibration)):
         load_strictly(head, strip_prefix(tensors, f"{name}."), f"{source} ({name})")
-        heads.append(head)
-    return heads[0], heads[1]
+    return clustering, calibration
 
 
 def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
@@ -107,51 +101,43 @@ def _check_description(description: Any, file: Path) -> None:
         raise CheckpointError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
 
 
-def _read_export_description(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the description ``X.json`` that ``cdc-export`` wrote beside ``X.pth``, if these are its weights."""
-    beside = checkpoint.sidecar.get(f"{checkpoint.path.stem}.json")
-    if not isinstance(beside, dict) or beside.get("format") != "cdc_plugin":
-        return None
-    return beside if beside.get("weights") == checkpoint.path.name else None
-
-
 def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
     beside = sidecar.get(name)
     return isinstance(beside, dict) and beside.get("format") == "cdc_plugin" and "weights" not in beside
 
 
+def _described_by(checkpoint: Checkpoint) -> str | None:
+    """Return the name of the description read with a checkpoint: ``X.json`` of an export ``X.pth``, else a folder's."""
+    export, weights = f"{checkpoint.path.stem}.json", checkpoint.path.name
+    beside = checkpoint.sidecar.get(export)
+    if isinstance(beside, dict) and (beside.get("format"), beside.get("weights")) == ("cdc_plugin", weights):
+        return export
+    return next((name for name in (DESCRIPTION, HUB_DESCRIPTION) if _is_ours(checkpoint.sidecar, name)), None)
+
+
 def matches(checkpoint: Checkpoint) -> bool:
     """Return whether this is a result folder, an export of one, or weights with both heads."""
-    if _read_export_description(checkpoint) is not None:
-        return True
-    described = any(_is_ours(checkpoint.sidecar, name) for name in (DESCRIPTION, HUB_DESCRIPTION))
     # Weights that lost their description are recognised by both heads; then the error names the missing file.
     heads = ("clustering_head.", "calibration_head.")
-    return described or all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
+    both = all(any(key.startswith(head) for key in checkpoint.state) for head in heads)
+    return both or _described_by(checkpoint) is not None
 
 
 def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return the backbone, and the heads if any, of a result folder, a folder of ``cdc-pretrain`` or an export."""
     if wanted.arch is not None:
         raise CheckpointError(f"{checkpoint.path} states its own network; leave out {option('arch', wanted.arch)}")
-    description, file = _find_description(checkpoint)
+    name = _described_by(checkpoint)
+    if name is None:  # missing, broken or foreign: reading it says which
+        name, description = DESCRIPTION, read_description(checkpoint.path.parent)
+    else:
+        description = checkpoint.sidecar[name]
+        _check_description(description, checkpoint.path.with_name(name))
     backbone = native_backbone(description, checkpoint.state, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
     if description.get("heads"):  # others may write a backbone alone
         heads = native_heads(description, checkpoint.state, backbone.feature_dim, str(checkpoint.path))
     provenance = description.get("provenance") or {}
-    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {file}")
+    why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {name}")
     writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
-    return Loaded(backbone, Origin(writer, describe(backbone.spec), provenance.get("epochs"), why), heads)
-
-
-def _find_description(checkpoint: Checkpoint) -> tuple[dict[str, Any], str]:
-    """Return the description beside a checkpoint and the name of its file, as they were read with it."""
-    description, name = _read_export_description(checkpoint), f"{checkpoint.path.stem}.json"
-    if description is None:
-        ours = [name for name in (DESCRIPTION, HUB_DESCRIPTION) if _is_ours(checkpoint.sidecar, name)]
-        if not ours:  # missing, broken or foreign: reading it says which
-            return read_description(checkpoint.path.parent), DESCRIPTION
-        description, name = checkpoint.sidecar[ours[0]], ours[0]
-    _check_description(description, checkpoint.path.with_name(name))
-    return description, name
+    return Loaded(backbone, Origin(writer, provenance.get("epochs"), why), heads)

@@ -11,44 +11,31 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
+from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
 from cdc_plugin.checkpoints.read import Checkpoint
-from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_with_weights, compare
+from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_backbone, compare
 from cdc_plugin.errors import CheckpointError, UserError, option
-from cdc_plugin.models.architectures import describe, image_size_default, skeleton
-from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.architectures import image_size_default, skeleton
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BLOCK_PARTS = re.compile(r"layer[1-4]\.\d+\.(conv[123]|bn[123]|downsample\.[01])\.\w+")
 # The torchvision models that a key may belong to, where only they have it.
 TRANSFORMER = "encoder.layers.encoder_layer_0.ln_1.weight"
 CANDIDATES = {
-    TRANSFORMER: (
-        "vit_b_16",
-        "vit_b_32",
-        "vit_l_16",
-        "vit_l_32",
-        "vit_h_14",
-    ),
+    TRANSFORMER: ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14"),
     "trunk_output.block1.block1-0.proj.0.weight": tuple(
         f"regnet_{kind}_{size}" for kind in "xy" for size in ("400mf", "800mf", "1_6gf", "3_2gf", "8gf", "16gf", "32gf")
     ),
-    "features.denseblock1.denselayer1.norm1.weight": (
-        "densenet121",
-        "densenet161",
-        "densenet169",
-        "densenet201",
-    ),
+    "features.denseblock1.denselayer1.norm1.weight": tuple(f"densenet{depth}" for depth in (121, 161, 169, 201)),
     "features.1.0.layer_scale": ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large"),
-    "features.1.0.attn.relative_position_bias_table": (
-        *("swin_t", "swin_s", "swin_b"),
-        *("swin_v2_t", "swin_v2_s", "swin_v2_b"),
+    "features.1.0.attn.relative_position_bias_table": tuple(
+        f"swin_{kind}{size}" for kind in ("", "v2_") for size in "tsb"
     ),
     "features.1.conv.0.0.weight": ("mobilenet_v2",),
     "features.1.block.0.0.weight": ("mobilenet_v3_small", "mobilenet_v3_large"),
     "features.1.0.block.0.0.weight": (
         *(f"efficientnet_b{number}" for number in range(8)),
-        *("efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l"),
+        *(f"efficientnet_v2_{size}" for size in "sml"),
     ),
     "stage2.0.branch1.0.weight": tuple(f"shufflenet_v2_x{width}" for width in ("0_5", "1_0", "1_5", "2_0")),
     "features.0.weight": tuple(f"vgg{n}{bn}" for n in (11, 13, 16, 19) for bn in ("", "_bn")),
@@ -85,11 +72,7 @@ def _resnet_by_shapes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tupl
         widths = [state[f"layer{stage}.0.conv3.weight"].shape[0] // 4 for stage in stages]
         inner, per_group = state["layer1.0.conv2.weight"].shape[:2]
         groups = inner // per_group
-        spec |= {
-            "block": "bottleneck",
-            "groups": groups,
-            "width_per_group": 64 * inner // (groups * widths[0]),
-        }
+        spec |= {"block": "bottleneck", "groups": groups, "width_per_group": 64 * inner // (groups * widths[0])}
     else:
         widths = [state[f"layer{stage}.0.conv1.weight"].shape[0] for stage in stages]
     stem_width, channels, kernel, _ = state["conv1.weight"].shape
@@ -122,10 +105,9 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
-    """Return a backbone from a state dict with torchvision's names; mean and std are assumed to be ImageNet's.
+    """Return a backbone from a state dict with torchvision's names, fed as for ImageNet.
 
-    Args:
-        stem: facts about a ResNet's stem that the file shows in other ways than by shapes.
+    ``stem`` has facts about a ResNet's stem that the file shows in other ways than by shapes.
     """
     state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()
@@ -152,14 +134,12 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
         raise CheckpointError(
             f"{checkpoint.path} has the names of no known torchvision network; pass {option('arch', 'NAME')}"
         )
-    network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
     size = spec.get("kwargs", spec).get("image_size")
     if spec["family"] == "torchvision_vit":
         open_facts = ("heads",)
     inferred = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
-    backbone = Backbone(
-        network, feature_dim, IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), spec, inferred
-    )
+    facts = (IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), inferred)
+    backbone, matched = build_backbone(spec, state, str(checkpoint.path), *facts, wanted.partial)
     why = dict.fromkeys(("mean", "std"), "ImageNet's, the file does not state them")
     why["input_size"] = "inferred from its position embeddings" if size else "usual for this network"
     if "heads" in open_facts:
@@ -168,7 +148,7 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
         why["stem"] = "inferred from the names of its layers"
     elif open_facts:
         why["stem"] = "inferred from the shape of conv1 and BatchNorm statistics; images can settle it"
-    return Loaded(backbone, Origin("torchvision", describe(spec), why=why), matched=matched)
+    return Loaded(backbone, Origin("torchvision", why=why), matched=matched)
 
 
 def _plausible(state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
@@ -181,25 +161,30 @@ def _plausible(state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
 
 def _named_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     spec: dict[str, Any] = {"family": "torchvision", "name": name}
+    side = _transformer_side(state)
+    return spec if side is None else spec | {"kwargs": {"image_size": side}}
+
+
+def _transformer_side(state: Mapping[str, Tensor]) -> int | None:
+    """Return the side of the images that the position embeddings of a vision transformer are for."""
     positions, patches = state.get("encoder.pos_embedding"), state.get("conv_proj.weight")
-    if positions is not None and patches is not None and (positions.ndim, patches.ndim) == (3, 4):
-        spec["kwargs"] = {"image_size": math.isqrt(max(positions.shape[1] - 1, 0)) * patches.shape[-1]}
-    return spec
+    if positions is None or patches is None or (positions.ndim, patches.ndim) != (3, 4):
+        return None
+    return math.isqrt(max(positions.shape[1] - 1, 0)) * patches.shape[-1]
 
 
 def _transformer_by_shapes(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """Return the spec of a vision transformer that torchvision does not name, with the usual heads for its width."""
-    positions, patches = state.get("encoder.pos_embedding"), state.get("conv_proj.weight")
-    inner = state.get("encoder.layers.encoder_layer_0.mlp.0.weight")
-    if positions is None or patches is None or inner is None or (positions.ndim, patches.ndim) != (3, 4):
+    side, inner = _transformer_side(state), state.get("encoder.layers.encoder_layer_0.mlp.0.weight")
+    if side is None or inner is None:
         return None
-    width, patch = patches.shape[0], patches.shape[-1]
+    width, _, _, patch = state["conv_proj.weight"].shape
     layers = {key.split(".")[2] for key in state if key.startswith("encoder.layers.")}
     if width not in USUAL_HEADS or len(layers) not in TRANSFORMER_DEPTHS:
         return None
     return {
         "family": "torchvision_vit",
-        "image_size": math.isqrt(max(positions.shape[1] - 1, 0)) * patch,
+        "image_size": side,
         "patch_size": patch,
         "num_layers": len(layers),
         "num_heads": USUAL_HEADS[width],

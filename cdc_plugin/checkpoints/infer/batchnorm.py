@@ -1,7 +1,7 @@
 """Measure how well images fit a network, without labels, by the statistics that its BatchNorm layers remember.
 
 A network that is rebuilt or fed otherwise than in its training shows other activations. ``Comparison`` measures
-variants of a network; ``resolve`` decides with it what a checkpoint left open, ``check`` doubts what it stated.
+variants of a network; ``resolve`` decides with it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ NORMALISATIONS: dict[str, Normalisation] = {
     "cifar10_within": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.201)),
     "none": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
-STEM_CHOICES: dict[str, tuple[Any, ...]] = {"pool": (True, False), "padding": (1, 2), "stride": (1, 2)}
-# Above this the images are not of the kind the backbone was trained on, and the comparison decides nothing.
-TRUSTED_MISMATCH = 0.4
-# How much worse, as a ratio, the present value of a fact must be before another replaces it. The brightness of a few
-# images varies as much as the usual normalisations differ, so that one needs the clearer case; random crops enlarge
-# images as well, so that size needs the clearest.
-CLEAR_STEM, CLEAR_NORMALISATION, CLEAR_SIZE = 1.2, 1.3, 1.5
 # Normalisations, beside the present one, that pass from the first layer's test to the whole network's.
 FINALISTS = 2
 # Images of the first comparison and of the second, between variants it left close together: with 32 images
@@ -56,7 +49,11 @@ class Comparison:
         if pixels.ndim != 4 or pixels.shape[1] != 3 or len(pixels) == 0:
             raise DataError(f"expected images of shape (N, 3, S, S), found {tuple(pixels.shape)}")
         self.backbone = backbone
-        self.normalisations = without_twins({"given": input_of(backbone)} | dict(normalisations))
+        self.normalisations: dict[str, Normalisation] = {}  # without twins, which agree within 0.01 in every number
+        for name, pair in {"given": input_of(backbone), **normalisations}.items():
+            others = self.normalisations.values()
+            if all((torch.tensor(pair) - torch.tensor(other)).abs().max() > 0.01 for other in others):
+                self.normalisations[name] = pair
         self.few = sample(pixels, QUICK_LOOK, backbone)
         self.more = sample(pixels, CLOSE_LOOK if pixels.shape[-1] <= 64 else CLOSE_LOOK_LARGE, backbone)
         self.mismatches: dict[Variant, float] = {}
@@ -73,7 +70,7 @@ class Comparison:
         return ["given", *sorted(at_entry, key=lambda name: at_entry[name])[:FINALISTS]]
 
     def measure(self, variant: Variant) -> float:
-        """Return the mismatch of a variant, measured on a few images unless it was before."""
+        """Return the mismatch of a variant on a few images, measured once."""
         if variant not in self.mismatches:
             self.mismatches[variant] = self._measure(variant, self.few)
         return self.mismatches[variant]
@@ -122,29 +119,12 @@ def batchnorm_mismatch(backbone: nn.Module, images: Tensor) -> float:
 
 
 def candidate_normalisations(pixels: Tensor) -> dict[str, Normalisation]:
-    """Return the usual statistics and the images' own, over all channels together and for each channel.
-
-    Args:
-        pixels: (N, 3, H, W) in 0..255.
-    """
+    """Return the usual statistics and those of images in 0..255, over all channels together and for each channel."""
     values = pixels.double() / 255
     # Constant images would give a deviation of 0.
     pooled = (values.mean().item(),) * 3, (max(values.std().item(), 1e-3),) * 3
-    by_channel = (
-        tuple(values.mean(dim=(0, 2, 3)).tolist()),
-        tuple(values.std(dim=(0, 2, 3)).clamp_min(1e-3).tolist()),
-    )
+    by_channel = (tuple(values.mean(dim=(0, 2, 3)).tolist()), tuple(values.std(dim=(0, 2, 3)).clamp_min(1e-3).tolist()))
     return NORMALISATIONS | {"own": pooled, "own_by_channel": by_channel}
-
-
-def without_twins(normalisations: Mapping[str, Normalisation]) -> dict[str, Normalisation]:
-    """Return the normalisations without those that agree within 0.01 in every number with an earlier one."""
-    kept: dict[str, Normalisation] = {}
-    for name, pair in normalisations.items():
-        numbers = torch.tensor(pair)
-        if all((numbers - torch.tensor(other)).abs().max() > 0.01 for other in kept.values()):
-            kept[name] = pair
-    return kept
 
 
 def with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
@@ -158,8 +138,12 @@ def with_stem(backbone: Backbone, stem: Mapping[str, Any]) -> nn.Module:
 
 def sample(pixels: Tensor, count: int, backbone: Backbone) -> Tensor:
     """Return at most ``count`` images, evenly spread, in [0, 1] on the backbone's device."""
-    places = torch.linspace(0, len(pixels) - 1, min(count, len(pixels))).long()
-    return pixels[places].to(backbone.mean.device).float() / 255
+    return pixels[spread_indices(len(pixels), count)].to(backbone.mean.device).float() / 255
+
+
+def spread_indices(count: int, wanted: int) -> Tensor:
+    """Return up to ``wanted`` indices, evenly spread over ``count`` images."""
+    return torch.linspace(0, count - 1, min(count, wanted)).long()
 
 
 def resize(pixels: Tensor, size: int) -> Tensor:

@@ -1,23 +1,24 @@
-"""Decide by a look at the images what a checkpoint left open: image size, stem and normalisation."""
+"""Decide by a look at the images what a checkpoint left open, doubt what it stated: size, stem, normalisation.
+
+``infer_input`` compares all values of the open facts and changes the backbone; ``check_input`` changes one fact at a
+time, stated ones included, and only reports.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import (
-    CLEAR_NORMALISATION,
-    CLEAR_SIZE,
-    CLEAR_STEM,
-    STEM_CHOICES,
-    TRUSTED_MISMATCH,
     Comparison,
+    Variant,
     batchnorm_mismatch,
     candidate_normalisations,
     has_statistics,
@@ -25,9 +26,10 @@ from cdc_plugin.checkpoints.infer.batchnorm import (
     normalise,
     resize,
     sample,
+    spread_indices,
     with_stem,
 )
-from cdc_plugin.checkpoints.infer.max_pool import pool_by_weights
+from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
 from cdc_plugin.data.images import ImageSet, native_size, open_images
 from cdc_plugin.models.backbone import Backbone
 
@@ -37,6 +39,26 @@ MEMORABLE = 50
 # Images that are a little unlike, say some of the classes trained on, still refute a normalisation under which they
 # are so many times further off.
 BEARABLE_MISMATCH, ABSURD = 0.8, 2.0
+STEM_CHOICES: dict[str, tuple[Any, ...]] = {"pool": (True, False), "padding": (1, 2), "stride": (1, 2)}
+# Above this the images are not of the kind the backbone was trained on, and the comparison decides nothing.
+TRUSTED_MISMATCH = 0.4
+# How much worse, as a ratio, the present value of a fact must be before another replaces it. The brightness of a few
+# images varies as much as the usual normalisations differ, so that one needs the clearer case; random crops enlarge
+# images as well, so that size needs the clearest.
+CLEAR = {"pool": 1.2, "padding": 1.2, "stride": 1.2, "normalisation": 1.3, "size": 1.5}
+STEPS = 3  # facts that may turn out wrong together: padding, pool or stride, and the normalisation
+# Smaller images than a checkpoint is believed to take: 224 is often a default, and what was trained at 32 px
+# sees enlarged images otherwise.
+SIZES = (32, 64, 96, 128)
+WORDS = {
+    "imagenet": "ImageNet's mean and std",
+    "half": "mean and std 0.5",
+    "cifar10": "CIFAR-10's mean and std",
+    "cifar10_within": "CIFAR-10's mean, std within images",
+    "none": "no normalisation",
+    "own": "the images' own mean and std",
+    "own_by_channel": "the images' own mean and std by channel",
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,31 @@ class Resolution:
     compared: tuple[dict[str, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class CheckedVariant:
+    """A network as it was loaded except for some facts, and how far the images are from what it remembers."""
+
+    changed: dict[str, Any]
+    mismatch: float
+    words: str
+
+
+@dataclass(frozen=True)
+class InputCheck:
+    """The result of the comparison.
+
+    Args:
+        verdict: ``fits``, ``other`` (another variant clearly fits better), ``unlike`` (no variant fits),
+            ``untrained`` (statistics as initialised) or ``unknown`` (nothing to compare with).
+        words: the verdict in a sentence.
+        variants: best first; the one with nothing changed is the network as it was loaded.
+    """
+
+    verdict: str
+    words: str
+    variants: tuple[CheckedVariant, ...] = ()
+
+
 def adopt_native_size(backbone: Backbone, source: Any, root: str | None = None) -> None:
     """Set ``input_size`` to the images' own size where the checkpoint left it open and the network is for small images.
 
@@ -79,7 +126,7 @@ def resolve_input(backbone: Backbone, images: ImageSet) -> Backbone:
     if "mean" not in backbone.inferred and not any(name.startswith("stem") for name in backbone.inferred):
         _warn_of_unlike_images(backbone, images)
         return backbone
-    resolution = infer_input(backbone, images.batch(_spread_indices(len(images), 2048)))
+    resolution = infer_input(backbone, images.batch(spread_indices(len(images), 2048)))
     log.info("%s", resolution.reason)
     return resolution.backbone
 
@@ -102,6 +149,34 @@ def infer_input(backbone: Backbone, pixels: Tensor) -> Resolution:
     return _decide(comparison, compared, [*stems[0], "normalisation"])
 
 
+def check_input(backbone: Backbone, pixels: Tensor) -> InputCheck:
+    """Compare the network with variants of its stem, normalisation and image size, stated facts included.
+
+    Args:
+        pixels: (N, 3, S, S) in 0..255, as the backbone sees them, better 256 than fewer.
+    """
+    if not has_statistics(backbone):
+        return InputCheck("unknown", "the network has no BatchNorm statistics to compare with")
+    layers = [layer for layer in backbone.modules() if isinstance(layer, nn.BatchNorm2d)]
+    if not any(layer.running_mean is not None and layer.running_mean.any() for layer in layers):
+        return InputCheck("untrained", "the BatchNorm statistics are as initialised: nothing was trained")
+    comparison = Comparison(backbone, pixels, candidate_normalisations(pixels))
+    small = (backbone.spec or {}).get("stem", {}).get("kernel", 7) < 7  # nobody varies a larger stem
+    choices = _stem_choices(backbone, STEM_CHOICES if small else ())
+    choices |= {"normalisation": tuple(comparison.nearest_normalisations([{}]))}
+    if _takes_any_size(backbone, comparison.few):
+        choices["size"] = (pixels.shape[-1], *(size for size in SIZES if size < pixels.shape[-1]))
+    best: Variant = ()
+    comparison.measure(best)
+    for _ in range(STEPS):
+        nearest = min([best, *_neighbours(best, choices)], key=comparison.measure)
+        if nearest == best:
+            break
+        best = nearest
+    ranked = comparison.look_closer(always=[()])
+    return _judge(ranked, comparison)
+
+
 def _decide(comparison: Comparison, compared: list[dict[str, Any]], facts: list[str]) -> Resolution:
     backbone, best = comparison.backbone, compared[0]
     present = {"normalisation": "given"} | (backbone.spec or {}).get("stem", {})
@@ -109,7 +184,7 @@ def _decide(comparison: Comparison, compared: list[dict[str, Any]], facts: list[
     value: dict[str, Any] = {}
     clear: set[str] = set()
     for fact in facts:
-        needed = CLEAR_NORMALISATION if fact == "normalisation" else CLEAR_STEM
+        needed = CLEAR[fact]
         # Reversed, so that the best row of each value is the last to be written.
         others = {row[fact]: row["mismatch"] / max(best["mismatch"], 1e-12) for row in compared[::-1]}
         del others[best[fact]]
@@ -135,33 +210,31 @@ def _decide(comparison: Comparison, compared: list[dict[str, Any]], facts: list[
     mean, std = comparison.normalisations[value["normalisation"]]
     if "mean" in backbone.inferred and "normalisation" in clear:
         decided |= {"mean": mean, "std": std}
-    changed = Backbone(
-        with_stem(backbone, stem),
-        backbone.feature_dim,
-        mean,
-        std,
-        backbone.input_size,
-        backbone.spec | {"stem": backbone.spec["stem"] | stem} if backbone.spec and stem else backbone.spec,
-        inferred=[name for name in backbone.inferred if name not in decided],
-    )
+    spec = backbone.spec | {"stem": backbone.spec["stem"] | stem} if backbone.spec and stem else backbone.spec
+    inferred = [name for name in backbone.inferred if name not in decided]
+    network = with_stem(backbone, stem)
+    changed = Backbone(network, backbone.feature_dim, mean, std, backbone.input_size, spec, inferred)
     changed.train(backbone.training).to(backbone.mean.device)
     words = "by BatchNorm statistics: " + ", ".join(f"{fact} {value[fact]}" for fact in facts)
     return Resolution(changed, words if trusted else f"{unlike}, but least {words}", decided, **record)
 
 
-def _open_stems(backbone: Backbone) -> list[dict[str, Any]]:
-    """Return every combination of the stem's open facts, the inferred values first; one empty one if none is open."""
+def _stem_choices(backbone: Backbone, facts: Collection[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the values that some facts of a ResNet's stem may have, the present one first."""
     spec = backbone.spec or {}
     if spec.get("family") != "resnet":
-        return [{}]
-    choices = {}
-    for fact, values in STEM_CHOICES.items():
-        if f"stem.{fact}" in backbone.inferred:
-            inferred = spec["stem"][fact]
-            choices[fact] = (inferred, *(value for value in values if value != inferred))
-    guess = pool_by_weights(backbone.module.state_dict())
-    if "pool" in choices and guess.clear and "pool_kernel" not in spec["stem"]:  # the guess is for 3x3 pools
-        choices["pool"] = (guess.kept,)
+        return {}
+    stem, choices = spec["stem"], {fact: STEM_CHOICES[fact] for fact in STEM_CHOICES if fact in facts}
+    return {fact: (stem[fact], *(v for v in values if v != stem[fact])) for fact, values in choices.items()}
+
+
+def _open_stems(backbone: Backbone) -> list[dict[str, Any]]:
+    """Return every combination of the stem's open facts, the inferred values first; one empty one if none is open."""
+    choices = _stem_choices(backbone, [fact.removeprefix("stem.") for fact in backbone.inferred])
+    if "pool" in choices and "pool_kernel" not in (backbone.spec or {})["stem"]:  # the guess is for 3x3 pools
+        guess = pool_by_weights(backbone.module.state_dict())
+        if guess.clear:
+            choices["pool"] = (guess.kept,)
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
@@ -171,7 +244,7 @@ def _trained_on_small(backbone: Backbone, images: ImageSet) -> bool:
     pixels = normalise(sample(images.batch(torch.arange(len(images))), 64, backbone), input_of(backbone))
     enlarged = resize(pixels, backbone.input_size)
     try:
-        return CLEAR_SIZE * batchnorm_mismatch(backbone, pixels) <= batchnorm_mismatch(backbone, enlarged)
+        return CLEAR["size"] * batchnorm_mismatch(backbone, pixels) <= batchnorm_mismatch(backbone, enlarged)
     except RuntimeError:  # a network that takes one size only, or whose maps vanish at this one
         return False
 
@@ -181,8 +254,8 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
     seen = [int(value) for name, value in backbone.state_dict().items() if name.endswith("num_batches_tracked")]
     if not has_statistics(backbone) or max(seen, default=MEMORABLE) < MEMORABLE:
         return
-    pixels = sample(images.batch(_spread_indices(len(images), 64)), 64, backbone)
-    mismatch = batchnorm_mismatch(backbone, normalise(pixels, input_of(backbone)))
+    pixels = sample(images.batch(spread_indices(len(images), 64)), 64, backbone)
+    mismatch = batchnorm_mismatch(backbone.module, normalise(pixels, input_of(backbone)))
     if mismatch > TRUSTED_MISMATCH:
         log.warning(
             "the images look unlike the training data, or are normalised differently (BatchNorm mismatch %.2f); "
@@ -191,6 +264,67 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
         )
 
 
-def _spread_indices(count: int, wanted: int) -> Tensor:
-    """Return up to ``wanted`` indices, evenly spread over ``count`` images."""
-    return torch.linspace(0, count - 1, min(count, wanted)).long()
+def _judge(ranked: list[Variant], comparison: Comparison) -> InputCheck:
+    mismatches = comparison.mismatches
+    variants = tuple(CheckedVariant(_as_record(v, comparison), mismatches[v], _in_words(v)) for v in ranked)
+    better = _needed_changes(ranked[0], mismatches)
+    figures = f"{_in_words(better)} ({mismatches[better]:.2f} against {mismatches[()]:.2f})"
+    if mismatches[better] > TRUSTED_MISMATCH:
+        hint = f"; nearest comes {figures}" if better else ""
+        return InputCheck("unlike", f"the images are unlike the training images{hint}", variants)
+    if better:
+        kinds = {{"normalisation": fact, "size": "image size"}.get(fact, "stem") for fact, _ in better}
+        return InputCheck("other", f"another {' and '.join(sorted(kinds))} fits better: {figures}", variants)
+    return InputCheck("fits", "the images fit the network as it stands", variants)
+
+
+def _needed_changes(best: Variant, mismatches: Mapping[Variant, float]) -> Variant:
+    """Return the best variant without the facts that hardly matter: a few images prefer one by chance."""
+    for fact, _ in best:
+        without = tuple((name, value) for name, value in best if name != fact)
+        if mismatches.get(without, float("inf")) < CLEAR[fact] * max(mismatches[best], 1e-12):
+            return _needed_changes(without, mismatches)
+    return best
+
+
+def _takes_any_size(backbone: Backbone, pixels: Tensor) -> bool:
+    """Return whether the network accepts smaller images, which one with position embeddings refuses."""
+    try:
+        with torch.no_grad():
+            backbone.eval()(resize(pixels[:1], SIZES[0]))
+    except (RuntimeError, AssertionError, ValueError):
+        return False
+    return True
+
+
+def _neighbours(variant: Variant, choices: Mapping[str, tuple[Any, ...]]) -> Iterator[Variant]:
+    """Yield all variants that differ in the value of one fact."""
+    for fact, (loaded, *others) in choices.items():
+        rest = {name: value for name, value in variant if name != fact}
+        for value in (loaded, *others):
+            if dict(variant).get(fact, loaded) != value:
+                changed = rest if value == loaded else rest | {fact: value}
+                yield tuple(sorted(changed.items()))
+
+
+def _as_record(variant: Variant, comparison: Comparison) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for fact, value in variant:
+        if fact == "normalisation":
+            mean, std = comparison.normalisations[value]
+            record |= {"normalisation": value, "mean": list(mean), "std": list(std)}
+        else:
+            record["input_size" if fact == "size" else f"stem.{fact}"] = value
+    return record
+
+
+def _in_words(variant: Variant) -> str:
+    parts = []
+    for fact, value in variant:
+        if fact == "normalisation":
+            parts.append(WORDS[value])
+        elif fact == "pool":
+            parts.append("max-pool" if value else "no max-pool")
+        else:
+            parts.append(f"{'image size' if fact == 'size' else fact} {value}")
+    return ", ".join(parts) or "as it stands"

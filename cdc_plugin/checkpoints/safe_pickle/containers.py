@@ -26,7 +26,6 @@ PICKLE_LIMIT, IN_MEMORY = 64 << 20, 1 << 30
 LEGACY_MAGIC, LEGACY_PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 ENCRYPTED, SIZES_FOLLOW, UTF8 = 0x1, 0x8, 0x800
-CHUNK = 16 << 20
 
 
 def read_archive(file: Path) -> Any:
@@ -105,7 +104,15 @@ def read_legacy(file: Path) -> Any:
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(map(str, storages)):
         raise damaged("the list of its numbers does not agree with its content")
     for key in keys:
-        _fill(storages[key].numbers, content)
+        numbers = storages[key].numbers
+        length = content.read(8)
+        if len(length) != 8 or struct.unpack("<q", length)[0] != numbers.numel():
+            raise damaged("the length of its numbers does not agree with its content")
+        raw = content.read(numbers.nbytes)
+        if len(raw) != numbers.nbytes:
+            raise damaged("it ends before its numbers do")
+        if raw:
+            numbers.copy_(torch.frombuffer(bytearray(raw), dtype=numbers.dtype))
     if content.tell() != len(content):
         raise damaged("it has more bytes than numbers")
     return payload
@@ -137,17 +144,6 @@ def _content(file: Path) -> mmap.mmap:
         return content
 
 
-def _fill(numbers: Tensor, content: mmap.mmap) -> None:
-    length = content.read(8)
-    if len(length) != 8 or struct.unpack("<q", length)[0] != numbers.numel():
-        raise damaged("the length of its numbers does not agree with its content")
-    raw = content.read(numbers.nbytes)
-    if len(raw) != numbers.nbytes:
-        raise damaged("it ends before its numbers do")
-    if raw:
-        numbers.copy_(torch.frombuffer(bytearray(raw), dtype=numbers.dtype))
-
-
 def _numbers(content: mmap.mmap, first: int, count: int, dtype: torch.dtype) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -168,8 +164,9 @@ def _locate_records(archive: zipfile.ZipFile, content: mmap.mmap) -> dict[str, t
         if entry.filename in records or end > archive.start_dir:
             raise damaged(f"the record {entry.filename[:60]} is out of place")
         records[entry.filename] = (start, end)
-        if checked and _checksum(content, start, end) != entry.CRC:
-            raise damaged(f"the checksum of {entry.filename[:60]} is wrong")
+        with memoryview(content) as view:
+            if checked and zlib.crc32(view[start:end]) != entry.CRC:
+                raise damaged(f"the checksum of {entry.filename[:60]} is wrong")
     if any(begin < end for (_, end), (begin, _) in itertools.pairwise(sorted(records.values()))):
         raise damaged("its records overlap")
     return records
@@ -189,11 +186,3 @@ def _data_offset(entry: zipfile.ZipInfo, content: mmap.mmap) -> int:
     if mark != b"PK\3\4" or name != entry.orig_filename or method or flags & ENCRYPTED or not same:
         raise damaged(f"the two headers of {entry.filename[:60]} disagree")
     return begin + name_length + extra_length
-
-
-def _checksum(content: mmap.mmap, start: int, end: int) -> int:
-    total = 0
-    with memoryview(content) as view:
-        for begin in range(start, end, CHUNK):
-            total = zlib.crc32(view[begin : min(begin + CHUNK, end)], total)
-    return total

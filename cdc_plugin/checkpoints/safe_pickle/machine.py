@@ -10,7 +10,6 @@ on the stack, so none can be called.
 
 from __future__ import annotations
 
-import operator
 import pickle
 import pickletools
 from collections.abc import Callable
@@ -31,6 +30,7 @@ _LITERALS = {
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
 }
+_TUPLE_SIZES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
     "NEWTRUE": lambda: True,
@@ -80,6 +80,9 @@ class PickleMachine:
                 self.stack.append(_CONSTANTS[name]())
             elif name in _LITERALS:
                 self.stack.append(argument)
+            elif name in _TUPLE_SIZES:
+                items = [self.stack.pop() for _ in range(_TUPLE_SIZES[name])]
+                self.stack.append(tuple(reversed(items)))
             elif name not in ("PROTO", "FRAME"):
                 if name not in actions:
                     raise damaged(f"its pickle uses {name}")
@@ -202,15 +205,6 @@ class PickleMachine:
         items = frozenset(map(_key, self._since_mark()))
         self.stack.append(items)
 
-    def _do_tuple1(self, _: None) -> None:
-        self.stack[-1:] = [(self.stack[-1],)]
-
-    def _do_tuple2(self, _: None) -> None:
-        self.stack[-2:] = [operator.itemgetter(-2, -1)(self.stack)]
-
-    def _do_tuple3(self, _: None) -> None:
-        self.stack[-3:] = [operator.itemgetter(-3, -2, -1)(self.stack)]
-
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         target = target.members if isinstance(target, InertRecord) else target
@@ -219,12 +213,10 @@ class PickleMachine:
         target.extend(items)
 
     def _do_append(self, _: None) -> None:
-        item = self.stack.pop()
-        self._extend([item])
+        self._extend([self.stack.pop()])
 
     def _do_appends(self, _: None) -> None:
-        items = self._since_mark()
-        self._extend(items)
+        self._extend(self._since_mark())
 
     def _do_additems(self, _: None) -> None:
         items, target = self._since_mark(), self.stack[-1]
@@ -250,8 +242,7 @@ class PickleMachine:
         self._set([key, value])
 
     def _do_setitems(self, _: None) -> None:
-        items = self._since_mark()
-        self._set(items)
+        self._set(self._since_mark())
 
     # Stack and memo
 

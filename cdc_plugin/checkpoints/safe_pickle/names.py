@@ -54,7 +54,7 @@ NUMPY_DATA = re.compile(
     r"|numpy\.dtypes\.[A-Z]\w*|numpy\.random\.(\w+\.)?([A-Z]\w*|__\w+_ctor|__pyx_unpickle_\w+)"
 )
 CLASS_NAME = re.compile(r"_*[A-Z]\w*")
-_inert_names = {"pretrain.methods.base.static_lr"}  # of CDC's fork of solo-learn
+FORK_NAMES = {"pretrain.methods.base.static_lr"}  # of CDC's fork of solo-learn
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,7 @@ class ForeignName:
 
 
 class InertRecord:
-    """Takes the place of an object of a foreign class: it keeps what was saved and has no behaviour.
-
-    Args:
-        name: the class, in full.
-        arguments: what its constructor was called with.
-    """
+    """Stand in for an object of a foreign class: keep what was saved and have no behaviour."""
 
     __slots__ = ("arguments", "entries", "fields", "members", "name")
 
@@ -95,11 +90,6 @@ class InertRecord:
                 self.fields["state"] = state
 
 
-def read_as_inert(*names: str) -> None:
-    """Let checkpoints name these, too (``package.function``); an ``InertRecord`` stands in for them."""
-    _inert_names.update(names)
-
-
 def full_name(module: str, name: str) -> str:
     """Return the name as Python 3 spells it; Python 2 and old pickle protocols have other module names.
 
@@ -121,7 +111,7 @@ def is_allowed(module: str, name: str) -> bool:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return False
     package, last = parts[0], parts[-1]
-    if full in _inert_names:
+    if full in FORK_NAMES:
         return True
     if package in sys.stdlib_module_names or package in CODE_PACKAGES:
         return full in STANDARD_NAMES or STANDARD_PATTERN.fullmatch(full) is not None
@@ -132,64 +122,10 @@ def is_allowed(module: str, name: str) -> bool:
     if package in KNOWN_PACKAGES:
         # ``timm.layers.os.system`` is none of timm's functions.
         return CLASS_NAME.fullmatch(last) is not None or not set(parts[1:]) & sys.stdlib_module_names
-    return _names_a_class(name)
+    return all(CLASS_NAME.fullmatch(part) for part in name.split("."))  # ``Config`` or, nested, ``Outer.Inner``
 
 
 def torch_constant(full: str) -> Any:
     """Return what ``torch.NAME`` is, without triggering torch's imports on demand."""
     package, _, name = full.partition(".")
     return vars(torch).get(name) if package == "torch" else None
-
-
-def is_network(value: Any) -> bool:
-    """Return whether a record stands in for a network: it has what torch keeps of every module."""
-    return isinstance(value, InertRecord) and {"_modules", "_parameters"} <= set(value.fields)
-
-
-def whole_number(value: Any) -> int | None:
-    """Return an integer that was saved as itself or as a tensor; None for anything else.
-
-    >>> whole_number(torch.tensor(3)), whole_number(3.5)
-    (3, None)
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
-        return int(value.item())
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def payload_fields(value: Any) -> dict[str, Any]:
-    """Return a mapping, or what a record of arguments or settings holds, as a dictionary; else an empty one."""
-    if not isinstance(value, InertRecord):
-        return dict(value) if isinstance(value, Mapping) else {}
-    # omegaconf and ml_collections keep the items in an attribute, pydantic the attributes in another.
-    for holder in ("_content", "_fields", "__dict__"):
-        if isinstance(value.fields.get(holder), Mapping):
-            return {str(key): plain(entry) for key, entry in value.fields[holder].items()}
-    if value.entries:
-        return {str(key): entry for key, entry in value.entries.items()}
-    if not value.fields and len(value.arguments) == 1 and isinstance(value.arguments[0], Mapping):
-        return dict(value.arguments[0])
-    return value.fields
-
-
-def plain(value: Any, depth: int = 0) -> Any:
-    """Return settings as plain dictionaries, lists and values; a record that is none of them stays."""
-    if depth > 50:  # records may hold each other
-        return value
-    if isinstance(value, Mapping):
-        return {key: plain(entry, depth + 1) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry, depth + 1) for entry in value]
-    if isinstance(value, InertRecord):
-        if "_val" in value.fields:  # a leaf of omegaconf
-            return value.fields["_val"]
-        if "_content" in value.fields:
-            return plain(value.fields["_content"], depth + 1)
-        if value.entries or value.members:
-            return plain(value.entries or value.members, depth + 1)
-    return value
-
-
-def _names_a_class(name: str) -> bool:
-    """Return whether a name is written as a class: ``Config`` or, nested, ``Outer.Inner``."""
-    return all(CLASS_NAME.fullmatch(part) for part in name.split("."))

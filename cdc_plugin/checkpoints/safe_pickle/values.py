@@ -37,11 +37,7 @@ class Storage:
 
 
 class NumpyKind:
-    """numpy's dtype, of plain numbers and text only.
-
-    Args:
-        text: as numpy abbreviates it, "f8".
-    """
+    """numpy's dtype, of plain numbers and text only; ``text`` is numpy's abbreviation, "f8"."""
 
     def __init__(self, text: Any, *_: Any) -> None:
         self.text, self.order = text, "<"
@@ -60,12 +56,11 @@ class NumpyKind:
 
 def storage_type(name: Any) -> torch.dtype:
     """Return the number type of a storage class, as ``torch.FloatStorage``."""
-    found = (
-        re.fullmatch(r"torch\.(?:cuda\.|storage\.)?(\w+)Storage", name.name) if isinstance(name, ForeignName) else None
-    )
-    if found is None or found.group(1) not in STORAGE_TYPES:
-        raise pickle.UnpicklingError(f"{getattr(name, 'name', name)} is no kind of numbers that can be read")
-    return STORAGE_TYPES[found.group(1)]
+    text = name.name if isinstance(name, ForeignName) else ""
+    found = re.fullmatch(r"torch\.(?:cuda\.|storage\.)?(\w+)Storage", text)
+    if found is None or found[1] not in STORAGE_TYPES:
+        raise pickle.UnpicklingError(f"{text or name} is no kind of numbers that can be read")
+    return STORAGE_TYPES[found[1]]
 
 
 def rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
@@ -154,18 +149,22 @@ def _scalar(kind: Any, content: Any = b"") -> Any:
     return np.frombuffer(content, dtype)[0].item() if content else ""
 
 
-def _begun_array(*_: Any) -> np.ndarray[Any, Any]:
+def _begin_array(*_: Any) -> np.ndarray[Any, Any]:
     return np.empty(0, np.uint8)
 
 
 def _buffered_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
-    array = _begun_array()
+    array = _begin_array()
     fill_array(array, (1, shape, kind, order == "F", bytes(content) if isinstance(content, bytearray) else content))
     return array
 
 
-def _path(flavour: Callable[..., pathlib.PurePath]) -> Callable[..., str]:
-    return lambda *parts: str(flavour(*(str(part) for part in parts)))
+def _posix_path(*parts: Any) -> str:
+    return str(pathlib.PurePosixPath(*map(str, parts)))
+
+
+def _windows_path(*parts: Any) -> str:
+    return str(pathlib.PureWindowsPath(*map(str, parts)))
 
 
 def _mapping(*arguments: Any) -> dict[Any, Any]:
@@ -209,6 +208,7 @@ def _complex(*parts: Any) -> Any:
     return complex(*(float(part) for part in parts)) if len(parts) == 2 else InertRecord("builtins.complex", parts)
 
 
+PATHLIB = ("", "_local.")  # newer releases of Python name a submodule
 BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": rebuild_tensor,
@@ -223,31 +223,15 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch.torch_version.TorchVersion": _text,
     "torch.serialization._get_layout": _text,
     "numpy.dtype": NumpyKind,
-    "numpy.core.multiarray.scalar": _scalar,
-    "numpy._core.multiarray.scalar": _scalar,
-    "numpy.core.multiarray._reconstruct": _begun_array,
-    "numpy._core.multiarray._reconstruct": _begun_array,
-    "numpy.core.numeric._frombuffer": _buffered_array,
-    "numpy._core.numeric._frombuffer": _buffered_array,
-    "collections.OrderedDict": _mapping,
-    "collections.defaultdict": _mapping,
-    "collections.Counter": _mapping,
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": _begin_array for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _buffered_array for core in ("core", "_core")},
+    **{f"collections.{name}": _mapping for name in ("OrderedDict", "defaultdict", "Counter")},
     "collections.deque": _sequence,
-    "builtins.dict": _mapping,
-    "builtins.list": _sequence,
-    "builtins.tuple": _counted,
-    "builtins.set": _set,
-    "builtins.frozenset": _set,
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _bytes,
-    "builtins.complex": _complex,
-    "_codecs.encode": _bytes,
-    **{
-        f"pathlib.{part}{name}": _path(flavour)
-        for part in ("", "_local.")
-        for name, flavour in {
-            **dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath"), pathlib.PurePosixPath),
-            **dict.fromkeys(("WindowsPath", "PureWindowsPath"), pathlib.PureWindowsPath),
-        }.items()
-    },
+    **{"builtins.dict": _mapping, "builtins.list": _sequence, "builtins.tuple": _counted},
+    **{"builtins.set": _set, "builtins.frozenset": _set, "builtins.complex": _complex},
+    **{"builtins.bytes": _bytes, "builtins.bytearray": _bytes, "_codecs.encode": _bytes},
+    **{f"pathlib.{part}{name}": _posix_path for part in PATHLIB for name in ("Path", "PosixPath")},
+    **{f"pathlib.{part}{name}": _posix_path for part in PATHLIB for name in ("PurePath", "PurePosixPath")},
+    **{f"pathlib.{part}{name}": _windows_path for part in PATHLIB for name in ("WindowsPath", "PureWindowsPath")},
 }

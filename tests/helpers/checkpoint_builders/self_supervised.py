@@ -38,14 +38,14 @@ def foreign_class(module, name):
             del sys.modules[package]
 
 
-def solo_args(network, method="simsiam", dataset="cifar10", **kwargs):
+def solo_args(network, method="byol", dataset="cifar10", size=32, **kwargs):
     """Return the nested arguments of releases from 1.0.6 on, with a reference as users leave them."""
     return {
         "name": f"{method}-{dataset}",
         "method": method,
         "backbone": {"name": network, "kwargs": kwargs},
         "data": {"dataset": dataset, "train_path": "./datasets", "format": "image_folder", "num_classes": 10},
-        "augmentations": [{"crop_size": 32, "num_crops": 2, "name": "${data.dataset}"}],
+        "augmentations": [{"crop_size": size, "num_crops": 2, "name": "${data.dataset}"}],
         "optimizer": "<not serializable>",
     }
 

@@ -1,8 +1,8 @@
-"""Reading files safely: what opens, what is refused, and in which words."""
+"""Which of a run's checkpoints is meant; what opens safely, what is refused, and in which words."""
 
 import argparse
+import json
 import os
-import pickle
 import zipfile
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from cdc_plugin.checkpoints.read import find_state_dict, payload_fields, read_checkpoint, strip_prefix
+from cdc_plugin.checkpoints.read import find_state_dict, locate, payload_fields, read_checkpoint, read_sidecars
+from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import UserError
 
 WEIGHTS = {"conv.weight": torch.arange(4.0), "conv.bias": torch.ones(1)}
@@ -79,19 +80,11 @@ def test_arguments_of_a_training_script_are_read_without_their_class(tmp_path):
     assert payload_fields(checkpoint.payload["args"]) == {"img_size": 64}
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_file_that_would_run_a_command_is_refused_and_does_not_run(tmp_path, zipped):
-    payload = {"state_dict": WEIGHTS, "extra": RunsACommand(tmp_path / "ran")}
-    torch.save(payload, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+def test_file_that_would_run_a_command_is_refused_and_does_not_run(tmp_path):
+    torch.save({"state_dict": WEIGHTS, "extra": RunsACommand(tmp_path / "ran")}, tmp_path / "a.pth")
     message = refused(tmp_path / "a.pth")
     assert "system" in message
     assert "refused" in message
-    assert not (tmp_path / "ran").exists()
-
-
-def test_bare_pickle_that_would_run_a_command_is_refused(tmp_path):
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps(RunsACommand(tmp_path / "ran"), protocol=2))
-    refused(tmp_path / "a.pkl")
     assert not (tmp_path / "ran").exists()
 
 
@@ -141,11 +134,10 @@ def test_missing_file_names_its_neighbours(tmp_path):
     assert "nor a folder" in refused(tmp_path / "no" / "a.pth")
 
 
-def test_folder_without_one_checkpoint_is_refused(tmp_path):
+def test_folder_without_a_checkpoint_is_refused(tmp_path):
     assert "nothing" in refused(tmp_path)
-    for name in ("a.pth", "b.pth"):
-        torch.save(WEIGHTS, tmp_path / name)
-    assert "2 checkpoints (a.pth, b.pth)" in refused(tmp_path)
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    assert "0 bytes" in refused(tmp_path)
 
 
 def test_files_that_are_no_checkpoints_are_told_apart(tmp_path):
@@ -153,28 +145,18 @@ def test_files_that_are_no_checkpoints_are_told_apart(tmp_path):
     torch.save(WEIGHTS, tmp_path / "legacy.pth", _use_new_zipfile_serialization=False)
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("readme", "x")
-    contents = {
-        "empty.pth": b"",
-        "text.pth": b"<html>404</html>",
-        "pointer.pth": b"version https://git-lfs.github.com/spec/v1\n",
-        "cut.pth": (tmp_path / "whole.pth").read_bytes()[:700],
-        "cut_legacy.pth": (tmp_path / "legacy.pth").read_bytes()[:-8],
-        "cut.safetensors": b"\x40\x00\x00\x00\x00\x00\x00\x00{",
-        "noise.pth": bytes(range(256)),
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
     expected = {
-        "empty.pth": "is empty",
-        "text.pth": "is text",
-        "pointer.pth": "git lfs pull",
-        "cut.pth": "damaged or cut short (700 bytes)",
-        "cut_legacy.pth": "damaged",
-        "cut.safetensors": "safetensors",
-        "noise.pth": "something else",
-        "archive.zip": "zip archive",
+        "empty.pth": (b"", "is empty"),
+        "text.pth": (b"<html>404</html>", "is text"),
+        "pointer.pth": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        "cut.pth": ((tmp_path / "whole.pth").read_bytes()[:700], "damaged or cut short (700 bytes)"),
+        "cut_legacy.pth": ((tmp_path / "legacy.pth").read_bytes()[:-8], "damaged"),
+        "cut.safetensors": (b"\x40\x00\x00\x00\x00\x00\x00\x00{", "safetensors"),
+        "noise.pth": (bytes(range(256)), "something else"),
+        "archive.zip": ((tmp_path / "archive.zip").read_bytes(), "zip archive"),
     }
-    for name, words in expected.items():
+    for name, (content, words) in expected.items():
+        (tmp_path / name).write_bytes(content)
         assert words in refused(tmp_path / name), name
 
 
@@ -189,7 +171,7 @@ def test_containers_are_told_by_content_not_by_name(tmp_path):
     ("name", "value", "words"),
     [
         ("conv.weight", torch.tensor([1.0, -2e13]), "impossible values in conv.weight"),
-        ("conv.weight", torch.tensor([1.0, float("-inf")]), "NaN or infinite"),
+        ("conv.weight", torch.tensor([1.0, float("-inf")]), "infinite values in 1 of 2 tensors, as conv.weight"),
         ("bn.running_var", torch.tensor([1.0, -0.5]), "impossible values in bn.running_var"),
         ("conv.weight", torch.tensor([float("nan")]).half(), "NaN or infinite"),
     ],
@@ -208,8 +190,8 @@ def test_half_precision_and_numbers_of_numpy_are_taken(tmp_path):
 
 
 def test_moving_average_is_not_taken_for_the_network():
-    average = {key: value + 1 for key, value in WEIGHTS.items()}
     for name in ("state_dict_ema", "model_ema"):
+        average = {key: value + 1 for key, value in WEIGHTS.items()}
         assert find_state_dict({name: average, "state_dict": WEIGHTS}) == WEIGHTS
 
 
@@ -217,8 +199,82 @@ def test_keys_that_are_no_names_are_left_out():
     assert find_state_dict(WEIGHTS | {3: torch.ones(1)}) == WEIGHTS
 
 
-def test_payload_without_tensors_and_weights_with_nan_are_refused(tmp_path):
+def test_payload_without_tensors_is_refused(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "a.pth")
     assert "found none (it holds: epoch)" in refused(tmp_path / "a.pth")
-    torch.save(WEIGHTS | {"bad": torch.tensor([1.0, float("nan")])}, tmp_path / "b.pth")
-    assert "1 of 3 tensors, as bad" in refused(tmp_path / "b.pth")
+
+
+def make(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("names", "meant"),
+    [
+        (("simclr-91j4kng7-ep=9.ckpt", "simclr-91j4kng7-ep=10.ckpt", "args.json"), "simclr-91j4kng7-ep=10.ckpt"),
+        (("epoch=3-step=40.ckpt", "epoch=3-step=400.ckpt", "epoch=12-step=5.ckpt"), "epoch=12-step=5.ckpt"),
+        (("epoch=12-step=5.ckpt", "last.ckpt", "last-v1.ckpt"), "last-v1.ckpt"),
+        (("checkpoint-12.pth.tar", "model_best.pth.tar", "last.pth.tar", "args.yaml"), "last.pth.tar"),
+        (("checkpoint_100.tar", "checkpoint_1000.tar"), "checkpoint_1000.tar"),
+        (("secu_cifar10_0200.pth.tar", "secu_cifar10_0390.pth.tar"), "secu_cifar10_0390.pth.tar"),
+        (("model.safetensors", "pytorch_model.bin", "last.pt"), "model.safetensors"),
+        (("checkpoint_last.pth.tar", "checkpoint_select.pth.tar"), "checkpoint_last.pth.tar"),
+        (("checkpoints/last.ckpt", "checkpoints/epoch=1.ckpt", "exported_models/e_last.pt"), "checkpoints/last.ckpt"),
+        (("exported_models/exported_last.pt", "train.log"), "exported_models/exported_last.pt"),
+        (("91j4kng7/a-ep=1.ckpt", "91j4kng7/a-ep=2.ckpt", "91j4kng7/args.json"), "91j4kng7/a-ep=2.ckpt"),
+        (("logs/version_0/checkpoints/epoch=0-step=2.ckpt",), "logs/version_0/checkpoints/epoch=0-step=2.ckpt"),
+        (("only.pth", "notes.txt", ".cache/other.pth"), "only.pth"),
+    ],
+)
+def test_latest_checkpoint_of_a_run_is_meant(tmp_path, names, meant):
+    make(tmp_path, *names)
+    assert locate(tmp_path) == tmp_path / meant
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("a.pth", "b.pth"),
+        ("a-ep=1.ckpt", "b-ep=2.ckpt"),
+        ("checkpoint.pth.tar", "model.pth.tar"),
+        ("run1/last.ckpt", "run2/last.ckpt"),
+        ("checkpoint-1.pth", "checkpoint-2.pth.tar"),
+        ("student_last.pth", "teacher_last.pth"),
+    ],
+)
+def test_checkpoints_of_several_runs_are_left_to_the_user(tmp_path, names):
+    make(tmp_path, *names)
+    with pytest.raises(UserError, match=r"holds 2 checkpoints .*; name one of them"):
+        locate(tmp_path)
+
+
+def test_settings_of_the_run_are_found_beside_and_above(tmp_path):
+    make(tmp_path, "checkpoints/last.ckpt")
+    (tmp_path / "args.json").write_text(json.dumps({"method": "above"}))
+    (tmp_path / "config.json").write_text("{}")  # of whatever lies in that folder, perhaps not this run
+    (tmp_path / "hparams.yaml").write_text("lr: 0.1\n")
+    file = tmp_path / "checkpoints" / "last.ckpt"
+    assert read_sidecars(file) == {"args.json": {"method": "above"}, "hparams.yaml": {"lr": 0.1}}
+    (tmp_path / "checkpoints" / "args.json").write_text(json.dumps({"method": "beside"}))
+    assert read_sidecars(file)["args.json"] == {"method": "beside"}
+
+
+def test_objects_in_settings_are_read_as_plain_values(tmp_path):
+    (tmp_path / "hparams.yaml").write_text(
+        "args: !!python/object:argparse.Namespace\n  size: 32\n"
+        f"run: !!python/object/apply:os.system\n- touch {tmp_path}/ran\n"
+        "path: !!python/object/apply:pathlib.PosixPath [/, data]\nname: !!python/name:torch.relu ''\n"
+    )
+    found = read_sidecars(tmp_path / "last.ckpt")["hparams.yaml"]
+    assert found["args"] == {"size": 32}
+    assert found["path"] == ["/", "data"]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 600, "{", "\x00", "a: [", "{[1]: 2}", "? {a: 1}\n: 2"])
+def test_settings_that_cannot_be_read_are_left_out(tmp_path, text):
+    for name in ("args.json", "args.yaml"):
+        (tmp_path / name).write_text(text)
+    assert "args.json" not in read_sidecars(tmp_path / "a.pth")

@@ -5,7 +5,6 @@ A run writes a Lightning ``.ckpt``, which does not describe its network, and bes
 
 from __future__ import annotations
 
-from cdc_plugin.checkpoints.formats.bare import load_bare
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.solo_learn.args import (
     CIFAR10,
@@ -16,11 +15,11 @@ from cdc_plugin.checkpoints.formats.solo_learn.args import (
     parse_args,
 )
 from cdc_plugin.checkpoints.formats.solo_learn.networks import NAMES, Network, find_kind, find_network
-from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, strip_prefix
-from cdc_plugin.checkpoints.weights import build_with_weights
+from cdc_plugin.checkpoints.formats.timm import load_bare
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
+from cdc_plugin.checkpoints.weights import build_backbone
 from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.models.architectures import describe, image_size_default
-from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.architectures import image_size_default
 
 ONLINE, MOMENTUM = ("backbone.", "encoder."), ("momentum_backbone.", "momentum_encoder.")
 # Parts that stand beside the network in the modules of solo-learn; its online classifier is in all of them.
@@ -43,27 +42,21 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     network = _find_network(part, checkpoint, run, wanted)
     if network is None:  # one that solo-learn does not have, added by the user
         bare = load_bare(part, wanted).backbone
-        assert bare.spec is not None
         open_facts = tuple(fact for fact in bare.inferred if fact.startswith("stem."))
-        network = Network(bare.spec, part.state, open_facts, bare.input_size if run is None else None)
-    source = str(checkpoint.path)
-    module, feature_dim, matched = build_with_weights(network.spec, network.weights, source, wanted.partial)
-
+        network = Network(bare.spec or {}, part.state, open_facts, bare.input_size if run is None else None)
     stated = find_statistics(run, called_encoder="encoder." in prefix) if run else None
     size = network.size or (find_input_size(run) if run else None)
     usual = 32 if network.spec["family"] == "wide_resnet" else image_size_default(network.spec)
     mean, std = stated or (CIFAR10 if (size or usual) <= 32 else IMAGENET)
     inferred = [*network.inferred, *(() if stated else ("mean", "std")), *(() if size else ("input_size",))]
-    backbone = Backbone(
-        module, feature_dim, mean, std, size or usual, network.spec, inferred=tuple(dict.fromkeys(inferred))
-    )
+    facts = (str(checkpoint.path), mean, std, size or usual, tuple(dict.fromkeys(inferred)), wanted.partial)
+    backbone, matched = build_backbone(network.spec, network.weights, *facts)
     usual_ones = "usual, no file states them"
     source_of_both = f"as solo-learn has them for {run.dataset}" if run and stated else usual_ones
     why = dict(network.why) | {"mean": source_of_both, "std": source_of_both, "branch": prefix.rstrip(".")}
     why["input_size"] = "usual, no file states it" if "input_size" in inferred else "stated by the run"
-    epoch = payload_fields(checkpoint.payload).get("epoch")
-    origin = Origin(_describe_writer(run), describe(network.spec), epoch if isinstance(epoch, int) else None, why)
-    return Loaded(backbone, origin, matched=matched)
+    epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
+    return Loaded(backbone, Origin(_describe_writer(run), epoch, why), matched=matched)
 
 
 def _find_prefix(checkpoint: Checkpoint, wanted: Wanted) -> str:
@@ -110,4 +103,4 @@ def matches(checkpoint: Checkpoint) -> bool:
     if LIGHTNING not in payload_fields(checkpoint.payload) or CLASSIFIER not in parts or not parts <= COMPANIONS:
         return False
     # Either branch will do: in a damaged file one may be beyond recognition, and then loading reports it.
-    return any(find_kind(strip_prefix(state, prefix)) is not None for prefix in branches)
+    return any(find_kind(checkpoint.below(prefix).state) is not None for prefix in branches)

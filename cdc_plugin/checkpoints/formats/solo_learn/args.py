@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.checkpoints.locate import locate, read_sidecars
+from cdc_plugin.checkpoints.read import locate, read_sidecars
 from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import UserError
@@ -90,34 +90,32 @@ def parse_args(content: Any) -> RunArgs | None:
     if not isinstance(content, Mapping):
         return None
     args = resolve_references(dict(content))
-    data, network = args.get("data"), args.get("backbone")
-    # A recipe has the statistics of its paper; the network has seen those of this run, which the checkpoint states.
-    cdc = {k: v for k, v in _mapping(args.get("cdc")).items() if v is not None and k not in INPUT_FACTS}
-    linear = "pretrained_feature_extractor" in args
-    if isinstance(data, Mapping) and isinstance(network, Mapping) and "dataset" in data:
-        views = args.get("augmentations")
-        view = _mapping(views[0]) if isinstance(views, list) and views else {}
-        dataset = _text(data.get("dataset"))
-        return RunArgs(
-            nested=True,
-            linear=linear,
-            fork=bool({"cluster_eval", "process_bar"} & set(args)) or dataset in FORK_CLASSES,
-            method=_text(args.get("pretrain_method" if linear else "method")),
-            network=_text(network.get("name")),
-            kwargs=_mapping(network.get("kwargs")),
-            dataset=dataset,
-            train_path=_text(data.get("train_path")),
-            data_format=_text(data.get("format")) or "image_folder",
-            classes=None if data.get("no_labels") is True else _count(data.get("num_classes")),
-            crop_size=_count(view.get("crop_size")),
-            mean=_channels(view.get("mean")),
-            std=_channels(view.get("std")),
-            cdc=cdc,
-        )
-    name = _text(args.get("encoder")) or _text(network)
-    if "dataset" not in args or not ("backbone_args" in args or (name and "method" in args)):
-        return None
-    return _parse_flat(args, name, linear, cdc)
+    nested = all(isinstance(args.get(name), Mapping) for name in ("data", "backbone")) and "dataset" in args["data"]
+    if not nested:
+        name = _text(args.get("encoder")) or _text(args.get("backbone"))
+        if "dataset" not in args or not ("backbone_args" in args or (name and "method" in args)):
+            return None
+        args |= _nest(args, name)
+    data, network, views = args["data"], args["backbone"], args.get("augmentations")
+    view = _mapping(views[0]) if isinstance(views, list) and views else {}
+    dataset, linear = _text(data.get("dataset")), "pretrained_feature_extractor" in args
+    return RunArgs(
+        nested=nested,
+        linear=linear,
+        fork=nested and (bool({"cluster_eval", "process_bar"} & set(args)) or dataset in FORK_CLASSES),
+        method=_text(args.get("pretrain_method" if linear else "method")),
+        network=_text(network.get("name")),
+        kwargs=_mapping(network.get("kwargs")),
+        dataset=dataset,
+        train_path=_text(data.get("train_path")),
+        data_format=_text(data.get("format")) or "image_folder",
+        classes=None if data.get("no_labels") is True else _count(data.get("num_classes")),
+        crop_size=_count(view.get("crop_size")),
+        mean=_channels(view.get("mean")),
+        std=_channels(view.get("std")),
+        # A recipe has the statistics of its paper; the network has seen those of this run, which the checkpoint states.
+        cdc={k: v for k, v in _mapping(args.get("cdc")).items() if v is not None and k not in INPUT_FACTS},
+    )
 
 
 def find_statistics(run: RunArgs, called_encoder: bool) -> Statistics | None:
@@ -167,8 +165,14 @@ def read_run_defaults(path: str | Path) -> dict[str, Any]:
         return {}
     if run is None:
         return {}
-    implied = _find_data(run, file.parent.resolve())
-    return implied | _select_own_fields(run, implied)
+    implied, own = _find_data(run, file.parent.resolve()), dict(run.cdc)
+    # Where the run states its images, a recipe of another data set was chosen for its settings only; CIFAR-20 has the
+    # files of CIFAR-100.
+    place = PLACES.get(str(own.get("data")))
+    same_files = place is not None and place == PLACES.get(run.dataset or "")
+    if "data" in implied and own.get("data") in recipe_names() and not same_files:
+        del own["data"]
+    return implied | own
 
 
 def _find_data(run: RunArgs, folder: Path) -> dict[str, Any]:
@@ -187,17 +191,6 @@ def _find_data(run: RunArgs, folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _select_own_fields(run: RunArgs, implied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``cdc`` node, without the data of a recipe where the run itself states its images."""
-    fields = dict(run.cdc)
-    # CIFAR-20 has the files of CIFAR-100; a recipe of any other data set was chosen for its settings only.
-    place = PLACES.get(str(fields.get("data")))
-    same_files = place is not None and place == PLACES.get(run.dataset or "")
-    if "data" in implied and fields.get("data") in recipe_names() and not same_files:
-        del fields["data"]
-    return fields
-
-
 def _find_folder(text: str | None, run_folder: Path, inside: str | None) -> Path | None:
     """Return the folder that the run used: absolute, or relative to where it was started, which is not recorded."""
     if text is None:
@@ -210,33 +203,28 @@ def _find_folder(text: str | None, run_folder: Path, inside: str | None) -> Path
     return present[0] if present else None
 
 
-def _parse_flat(args: dict[str, Any], network: str | None, linear: bool, cdc: dict[str, Any]) -> RunArgs:
-    dataset = _text(args.get("dataset"))
+def _nest(args: dict[str, Any], network: str | None) -> dict[str, Any]:
+    """Return the flat arguments of releases before 1.0.6 in the places where newer ones have them."""
     kwargs = _mapping(args.get("backbone_args"))
     cifar = kwargs.pop("cifar", False) is True
     if cifar and (network or "").startswith("swin"):
         kwargs["window_size"] = 4
-    size = args.get("crop_size")  # one per view
+    dataset, size = _text(args.get("dataset")), args.get("crop_size")  # one size per view
     if size is None:  # 1.0.2 had a size for ImageNet and custom data only, and only without small crops
         stated = None if args.get("multicrop") is True else args.get("size")
         size = EVALUATION_SIZES.get(dataset or "", stated or 224)
-    root, below = _text(args.get("data_dir")), _text(args.get("train_dir"))
-    joined = str(Path(root) / (below or "")) if root else None
-    return RunArgs(
-        nested=False,
-        linear=linear,
-        method=_text(args.get("pretrain_method" if linear else "method")),
-        network=network,
-        kwargs=kwargs,
-        dataset=dataset,
-        train_path=_text(args.get("train_data_path")) or (root if dataset in PLACES else joined),
-        data_format="dali" if args.get("dali") is True else _text(args.get("data_format")) or "image_folder",
-        classes=None if args.get("no_labels") is True else _count(args.get("num_classes")),
-        crop_size=_count(size[0] if isinstance(size, list) and size else size),
-        mean=_channels(args.get("mean")),
-        std=_channels(args.get("std")),
-        cdc=cdc,
-    )
+    root = _text(args.get("data_dir"))
+    joined = str(Path(root) / (_text(args.get("train_dir")) or "")) if root else None
+    path = _text(args.get("train_data_path")) or (root if dataset in PLACES else joined)
+    kind = "dali" if args.get("dali") is True else args.get("data_format")
+    counted = {name: args.get(name) for name in ("no_labels", "num_classes")}
+    view = {"crop_size": size[0] if isinstance(size, list) and size else size}
+    view |= {name: args.get(name) for name in ("mean", "std")}
+    return {
+        "data": {"dataset": dataset, "train_path": path, "format": kind, **counted},
+        "backbone": {"name": network, "kwargs": kwargs},
+        "augmentations": [view],
+    }
 
 
 def resolve_references(settings: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The ViTs of ``mae`` and ``mocov3`` have 12 attention heads where the others have
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,11 +66,7 @@ TRAINING_ONLY = ("drop", "attn_drop", "proj_drop", "pos_drop", "patch_drop", "we
 
 @dataclass(frozen=True)
 class Network:
-    """A network to build, its weights under the names used there, and the facts that were inferred.
-
-    Args:
-        size: side of the images, where the network itself fixes it.
-    """
+    """A network to build, its weights under the names used there, what was inferred, the image size that it fixes."""
 
     spec: dict[str, Any]
     weights: dict[str, Tensor]
@@ -86,12 +83,9 @@ def find_kind(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def find_network(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reconstructs: bool) -> Network:
-    """Return the network of weights whose `find_kind` is not None.
+    """Return the network of weights, by its name in solo-learn or else by shapes.
 
-    Args:
-        run: the content of ``args.json``.
-        name: the network's name in solo-learn; None or a name it does not have: by shapes.
-        reconstructs: there is a decoder beside the network, as in mae.
+    ``reconstructs`` says that there is a decoder beside the network, as in mae.
     """
     kind = find_kind(weights)
     stated = next((other for other, names in NAMES.items() if name in names), kind)
@@ -180,7 +174,8 @@ def _swin(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _re
     if run is not None and (run.nested or kwargs):
         kwargs = {"img_size": 224, "window_size": 7} | kwargs
     else:
-        windows = [_window(weights, stage) for stage in range(4)]
+        tables = [weights[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(4)]
+        windows = [(math.isqrt(table.shape[0]) + 1) // 2 for table in tables]  # ((2 window - 1)^2, heads)
         side = _swin_side(weights, windows)
         inferred = () if side else ("input_size",)
         kwargs = {"img_size": side or 224, "window_size": windows[0]}
@@ -188,14 +183,9 @@ def _swin(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _re
     # the next one.
     kept = {key: value for key, value in weights.items() if not key.endswith(("attn_mask", "relative_position_index"))}
     if any(key.startswith("layers.0.downsample.") for key in kept):
-        kept = {_next_stage(key): value for key, value in kept.items()}
+        kept = {re.sub(r"(?<=layers\.)\d(?=\.downsample)", _next, key): value for key, value in kept.items()}
     spec = {"family": "timm", "name": f"{name}_patch4_window7_224", "kwargs": kwargs}
     return Network(spec, kept, inferred, size=None if inferred else _side(kwargs["img_size"]))
-
-
-def _window(weights: Mapping[str, Tensor], stage: int) -> int:
-    table = weights[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"]  # ((2 window - 1)^2, heads)
-    return (math.isqrt(table.shape[0]) + 1) // 2
 
 
 def _swin_side(weights: Mapping[str, Tensor], windows: list[int]) -> int | None:
@@ -207,9 +197,8 @@ def _swin_side(weights: Mapping[str, Tensor], windows: list[int]) -> int | None:
     return None if mask is None else 4 * windows[0] * math.isqrt(mask.shape[0])
 
 
-def _next_stage(key: str) -> str:
-    parts = key.split(".")
-    return ".".join(("layers", str(int(parts[1]) + 1), *parts[2:])) if ".downsample." in key else key
+def _next(number: re.Match[str]) -> str:
+    return str(int(number[0]) + 1)
 
 
 def _convnext(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _reconstructs: bool) -> Network:
@@ -237,9 +226,8 @@ def _poolformer(weights: dict[str, Tensor], run: RunArgs | None, name: str | Non
 
 
 def _wide_resnet(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _reconstructs: bool) -> Network:
-    settings = _settings(run)
     widen = WIDE_RESNETS[name] if name else weights["block1.layer.0.conv1.weight"].shape[0] // 16
-    kwargs = {"depth": 28, "widen": widen, "first_stride": settings.get("first_stride", 1)}
+    kwargs = {"depth": 28, "widen": widen, "first_stride": _settings(run).get("first_stride", 1)}
     return Network({"family": "wide_resnet", "kwargs": kwargs}, weights)
 
 
@@ -265,28 +253,20 @@ def _by_stages(names: Mapping[str, tuple[int, list[int]]], width: int, weights: 
     depths = [
         len({name.split(".")[3] for name in weights if name.startswith(f"{key}.{stage}.blocks.")}) for stage in range(4)
     ]
-    for name, sizes in names.items():
-        if sizes == (width, depths):
-            return name
-    raise CheckpointError(
-        f"solo-learn has no network of this kind with width {width} and depths {depths}; is the file complete?"
-    )
+    name = next((name for name, sizes in names.items() if sizes == (width, depths)), None)
+    if name is None:
+        raise CheckpointError(
+            f"solo-learn has no network of this kind with width {width} and depths {depths}; is the file complete?"
+        )
+    return name
 
 
-Finder = Callable[[dict[str, Tensor], "RunArgs | None", "str | None", bool], Network]
+Finder = Callable[[dict[str, Tensor], RunArgs | None, str | None, bool], Network]
 FINDERS: dict[str, Finder] = {
-    "resnet": _resnet,
-    "vit": _vit,
-    "swin": _swin,
-    "convnext": _convnext,
-    "poolformer": _poolformer,
-    "wide_resnet": _wide_resnet,
+    **{"resnet": _resnet, "vit": _vit, "swin": _swin, "convnext": _convnext},
+    **{"poolformer": _poolformer, "wide_resnet": _wide_resnet},
 }
 NAMES: dict[str, Mapping[str, Any]] = {
-    "resnet": RESNETS,
-    "vit": VITS,
-    "swin": SWINS,
-    "convnext": CONVNEXTS,
-    "poolformer": POOLFORMERS,
-    "wide_resnet": WIDE_RESNETS,
+    **{"resnet": RESNETS, "vit": VITS, "swin": SWINS, "convnext": CONVNEXTS},
+    **{"poolformer": POOLFORMERS, "wide_resnet": WIDE_RESNETS},
 }

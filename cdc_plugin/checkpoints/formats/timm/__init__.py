@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.formats.timm.fit import find_distinct, fit, fits, settings_changed, timm_spec
+from cdc_plugin.checkpoints.formats.timm.fit import find_distinct, fit, fit_or_guess, settings_changed
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.timm.published import fetch_from_hub, load_from_timm
-from cdc_plugin.checkpoints.formats.torchvision import is_resnet, torchvision_knows
-from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint
-from cdc_plugin.checkpoints.weights import build_with_weights
+from cdc_plugin.checkpoints.formats.torchvision import TORCHVISION, is_resnet, torchvision_knows
+from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint, whole_number
+from cdc_plugin.checkpoints.weights import build_backbone
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.models.architectures import describe, timm_input
-from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.architectures import timm_input
 
 # Settings of a model that are taken from a run; others, such as a path of weights to load, are ignored.
 SETTINGS = (
@@ -47,19 +46,18 @@ def knows(name: str) -> bool:
 
 def identify(checkpoint: Checkpoint) -> str:
     """Return the timm name of a bare state dict: the one in the file's name, or the only network that fits."""
+    state = checkpoint.state
     for name in _names_in(checkpoint.path.stem):
-        if fits(name, checkpoint.state):
+        if fit(name, state):
             return name
-    similar = names_like(checkpoint.state)
-    names = sorted(
-        (n for n in similar if fits(n, checkpoint.state)), key=lambda n: settings_changed(n, checkpoint.state)
-    )
+    similar = names_like(state)
+    names = sorted((name for name in similar if fit(name, state)), key=lambda name: settings_changed(name, state))
     if not names:
         hint = f" (perhaps of the kind of {', '.join(similar[:4])})" if similar else ""
         raise CheckpointError(
             f"cannot recognise the timm model of {checkpoint.path}{hint}; pass {option('arch', 'NAME')}"
         )
-    kinds = find_distinct(names, checkpoint.state)
+    kinds = find_distinct(names, state)
     if len(kinds) > 1:
         raise CheckpointError(
             f"{checkpoint.path} fits {', '.join(kinds[:4])} by names and shapes, yet they compute "
@@ -70,30 +68,41 @@ def identify(checkpoint: Checkpoint) -> str:
 
 def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return a backbone from timm weights, with the input that the run or the model's settings state."""
-    checkpoint, branch = _branch(checkpoint, wanted)
-    name = wanted.arch or stated_arch(checkpoint) or identify(checkpoint)
-    settings = _read_settings(checkpoint) if name == stated_arch(checkpoint) else {}
-    spec, state = fit(name, checkpoint.state, settings) or (
-        timm_spec(name, checkpoint.state, settings),
-        checkpoint.state,
-    )
-    network, feature_dim, matched = build_with_weights(spec, state, str(checkpoint.path), wanted.partial)
+    checkpoint, branch = _choose_branch(checkpoint, wanted)
+    of_run = stated_arch(checkpoint)
+    name = wanted.arch or of_run or identify(checkpoint)
+    settings = _read_settings(checkpoint) if name == of_run else {}
+    spec, state = fit_or_guess(name, checkpoint.state, settings)
     mean, std, size = _usual_input(name)
     stated = _read_input(checkpoint)
     size = _side(spec["kwargs"].get("img_size")) or stated.get("input_size", size)
-    why = {
-        key: "stated by the run" if key in stated else "timm's settings of this model" for key in INPUT_FACTS
-    } | branch
-    by_positions = "pos_embed" in state
-    if by_positions:
-        why["input_size"] = "inferred from its position embeddings"
+    why = {fact: "stated by the run" if fact in stated else "timm's settings of this model" for fact in INPUT_FACTS}
     # A run that states its model uses timm's settings for the rest; bare weights may have been trained differently.
-    known = {*stated, *(["input_size"] if by_positions else []), *(INPUT_FACTS if stated_arch(checkpoint) else [])}
-    inferred = [fact for fact in INPUT_FACTS if fact not in known]
-    backbone = Backbone(network, feature_dim, stated.get("mean", mean), stated.get("std", std), size, spec, inferred)
-    epoch = payload_fields(checkpoint.payload).get("epoch")
-    origin = Origin("timm", describe(spec), epoch if isinstance(epoch, int) else None, why)
-    return Loaded(backbone, origin, matched=matched)
+    known = {*stated, *(INPUT_FACTS if of_run else ())}
+    if "pos_embed" in state:
+        known.add("input_size")
+        why["input_size"] = "inferred from its position embeddings"
+    facts = (stated.get("mean", mean), stated.get("std", std), size, [f for f in INPUT_FACTS if f not in known])
+    backbone, matched = build_backbone(spec, state, str(checkpoint.path), *facts, wanted.partial)
+    epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
+    return Loaded(backbone, Origin("timm", epoch, why | branch), matched=matched)
+
+
+def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
+    """Return the backbone of timm or torchvision that bare weights, as inside files of other formats, belong to."""
+    arch, candidates = wanted.arch, [TIMM, TORCHVISION]
+    if arch is not None:
+        candidates = [entry for entry in candidates if entry.knows and entry.knows(arch)]
+        if not candidates:
+            raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
+    chosen = next((entry for entry in candidates if entry.matches(checkpoint)), candidates[0] if arch else None)
+    if chosen is None:
+        sample = ", ".join(list(checkpoint.state)[:4])
+        raise CheckpointError(
+            f"cannot recognise the network of {checkpoint.path} by its {len(checkpoint.state)} weights ({sample}); "
+            f"pass {option('arch', 'NAME')} (a torchvision or timm name)"
+        )
+    return chosen.load(checkpoint, wanted)
 
 
 def load_published(path: str) -> Loaded:
@@ -103,10 +112,10 @@ def load_published(path: str) -> Loaded:
     checkpoint = read_checkpoint(fetch_from_hub(path))
     if stated_arch(checkpoint) is None:
         raise CheckpointError(f"{path} is not a timm model: its config.json names no architecture of timm's")
-    return replace(load_timm(checkpoint, Wanted()), format="timm")
+    return load_timm(checkpoint, Wanted())
 
 
-def _branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[str, str]]:
+def _choose_branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[str, str]]:
     payload = payload_fields(checkpoint.payload)
     name = next((name for name in AVERAGES if payload.get(name)), None)
     if wanted.branch != "momentum":
@@ -118,9 +127,7 @@ def _branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[st
 
 def _read_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the settings of the model that a training run's arguments or a hub config state."""
-    payload = payload_fields(checkpoint.payload)
-    runs = (payload_fields(payload.get("args")), payload_fields(checkpoint.sidecar.get("args.yaml")))
-    config = payload_fields(checkpoint.sidecar.get("config.json"))
+    *runs, config = _read_records(checkpoint)
     stated: dict[str, Any] = {}
     for source in (config.get("model_args"), *(run.get("model_kwargs") for run in runs)):
         stated |= {key: value for key, value in payload_fields(source).items() if key in SETTINGS}
@@ -128,6 +135,13 @@ def _read_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     if pools:
         stated["global_pool"] = pools[0]
     return {k: list(v) if isinstance(v, tuple) else v for k, v in stated.items() if _is_plain(v)}
+
+
+def _read_records(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Return the arguments of a training run, in the file and beside it, and a hub config; empty where missing."""
+    beside = checkpoint.sidecar
+    records = (payload_fields(checkpoint.payload).get("args"), beside.get("args.yaml"), beside.get("config.json"))
+    return [payload_fields(record) for record in records]
 
 
 def _is_plain(value: Any) -> bool:
@@ -138,19 +152,12 @@ def _is_plain(value: Any) -> bool:
 
 def _read_input(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return input size, mean and std where a training run's arguments or a hub config state them."""
-    payload = payload_fields(checkpoint.payload)
-    config = payload_fields(checkpoint.sidecar.get("config.json"))
-    sources = (
-        payload_fields(payload.get("args")),
-        payload_fields(checkpoint.sidecar.get("args.yaml")),
-        payload_fields(config.get("pretrained_cfg")),
-        config if "architecture" in config else {},  # older ones are flat
-    )
+    *runs, config = _read_records(checkpoint)
+    flat = config if "architecture" in config else {}  # an older one
     stated: dict[str, Any] = {}
-    for source in sources:
-        size = _side(source.get("img_size")) or _side(source.get("input_size"))
+    for source in (*runs, payload_fields(config.get("pretrained_cfg")), flat):
         facts: dict[str, Any] = {name: three_numbers(source.get(name)) for name in ("mean", "std")}
-        facts["input_size"] = size
+        facts["input_size"] = _side(source.get("img_size")) or _side(source.get("input_size"))
         stated = {key: value for key, value in facts.items() if value} | stated
     return stated
 
@@ -191,7 +198,7 @@ def _matches(checkpoint: Checkpoint) -> bool:
     if names_like(checkpoint.state) and not plain:
         return True
     named = [name for name in _names_in(checkpoint.path.stem) if not (plain and torchvision_knows(name))]
-    return any(fits(name, checkpoint.state) for name in named)
+    return any(fit(name, checkpoint.state) for name in named)
 
 
 TIMM = CheckpointFormat(_matches, load_timm, knows)

@@ -23,11 +23,7 @@ IRRELEVANT = ("num_classes", "drop", "training", "dump_patches", "grad_checkpoin
 
 
 def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the spec of a named model with the settings that weights reveal: patches, image side, registers, pooling.
-
-    Args:
-        settings: those that the run states.
-    """
+    """Return the spec of a named model with the settings of the run and those that weights reveal."""
     spec: dict[str, Any] = {"family": "timm", "name": name.split(".")[0], "kwargs": dict(settings or {})}
     patches, kwargs = state.get(PATCHES), spec["kwargs"]
     if patches is None or patches.ndim != 4 or TRANSFORMER not in state:
@@ -50,11 +46,6 @@ def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any
     grid = math.isqrt(max(stored.shape[1] - prefix, 0))
     kwargs["img_size"] = grid * patches.shape[-1]
     return spec
-
-
-def fits(name: str, state: Mapping[str, Tensor]) -> bool:
-    """Return whether a model has exactly these names and shapes, apart from its classifier."""
-    return fit(name, state) is not None
 
 
 def settings_changed(name: str, state: Mapping[str, Tensor]) -> int:
@@ -80,6 +71,13 @@ def fit(
         return None if compare(_skeleton(spec), renamed) else (spec, renamed)
     except UserError:
         return None
+
+
+def fit_or_guess(
+    name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """Return `fit`, or a spec whose load will say what does not fit."""
+    return fit(name, state, settings) or (timm_spec(name, state, settings), state)
 
 
 def _renamed(spec: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
@@ -108,7 +106,7 @@ def find_distinct(names: Sequence[str], state: Mapping[str, Tensor]) -> list[str
     """Return one name for each way to compute features from the same weights."""
     by_construction: dict[Any, str] = {}
     for name in names:
-        spec, _ = fit(name, state) or (timm_spec(name, state), state)
+        spec, _ = fit_or_guess(name, state)
         by_construction.setdefault(_construction(_skeleton(spec)), name)
     kinds = list(by_construction.values())
     if len(kinds) == 1:
@@ -116,13 +114,10 @@ def find_distinct(names: Sequence[str], state: Mapping[str, Tensor]) -> list[str
     outputs: dict[str, Tensor] = {}
     for name in kinds:
         output = _trial(name, state)
-        if not any(_close(output, other) for other in outputs.values()):
+        same_shape = [other for other in outputs.values() if other.shape == output.shape]
+        if not any(torch.allclose(output, other, rtol=1e-3, atol=1e-4) for other in same_shape):
             outputs[name] = output
     return list(outputs)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 def _construction(network: nn.Module) -> tuple[Any, ...]:
@@ -134,13 +129,12 @@ def _construction(network: nn.Module) -> tuple[Any, ...]:
 
 
 def _counts(name: str, value: Any) -> bool:
-    if name.startswith("_") or any(word in name for word in IRRELEVANT):
-        return False
-    return isinstance(value, (bool, int, float, str, tuple))
+    named = not name.startswith("_") and not any(word in name for word in IRRELEVANT)
+    return named and isinstance(value, (bool, int, float, str, tuple))
 
 
 def _trial(name: str, state: Mapping[str, Tensor]) -> Tensor:
-    spec, weights = fit(name, state) or (timm_spec(name, state), state)
+    spec, weights = fit_or_guess(name, state)
     network, _ = build(spec)
     load_strictly(network, weights, name)
     size = spec["kwargs"].get("img_size") or timm_input(name.split(".")[0])[2]

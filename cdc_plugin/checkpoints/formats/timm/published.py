@@ -10,7 +10,7 @@ from urllib.parse import urlparse
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin
 from cdc_plugin.errors import CheckpointError, option
-from cdc_plugin.models.architectures import build, describe, timm_features
+from cdc_plugin.models.architectures import build, timm_features
 from cdc_plugin.models.backbone import Backbone
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -44,7 +44,7 @@ def load_from_timm(path: str) -> Loaded:
     spec = {"family": "timm", "name": base, "kwargs": {}}
     backbone = Backbone(network, timm_features(network), config["mean"], config["std"], size, spec)
     why = dict.fromkeys(("mean", "std", "input_size"), "published with the weights")
-    return Loaded(backbone, Origin(f"timm, published weights of {name}", describe(spec), why=why), format="timm")
+    return Loaded(backbone, Origin(f"timm, published weights of {name}", why=why))
 
 
 def fetch_from_hub(path: str) -> Path:

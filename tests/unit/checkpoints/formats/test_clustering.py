@@ -23,15 +23,7 @@ from tests.helpers.checkpoint_builders.clustering import (
     wide_resnet,
     written,
 )
-from tests.helpers.checkpoint_builders.networks import (
-    CIFAR_STEM,
-    STL_STEM,
-    WIDTHS,
-    computed,
-    mlp,
-    named,
-    resnet,
-)
+from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, STL_STEM, WIDTHS, computed, mlp, named, resnet
 
 FEATURES = torch.rand(4, WIDTHS[3], generator=torch.Generator().manual_seed(0))
 

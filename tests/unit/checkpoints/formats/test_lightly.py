@@ -6,28 +6,20 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build
+from tests.helpers.checkpoint_builders.networks import named, with_noise
+from tests.helpers.checkpoint_builders.self_supervised import HEAD, dino, lightning
 
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-HEAD = nn.Linear(4, 4)
 SPEC = {"family": "resnet", "block": "basic", "depths": [1, 1, 1, 1], "widths": [4, 6, 8, 10]}
 
 
 def resnet(**stem):
-    network, _ = build(SPEC | {"stem": stem})
-    return randomised(network)
-
-
-def randomised(network):
-    """Weights and statistics as if trained, so that no layer hides behind its initial value."""
-    with torch.no_grad():
-        for name, value in network.state_dict().items():
-            if value.is_floating_point():
-                value.copy_(torch.rand_like(value) + 0.5 if "var" in name else value + 0.1 * torch.rand_like(value))
-    return network
+    return with_noise(build(SPEC | {"stem": stem})[0], seed=int(torch.randint(1000, ())))
 
 
 def in_a_list(network):
@@ -43,26 +35,10 @@ def prefixed(**parts):
     return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
 
 
-def lightning(folder, **parts):
-    """A file as pl.Trainer writes it."""
-    payload = {"epoch": 4, "global_step": 10, "pytorch-lightning_version": "2.6.0", "state_dict": prefixed(**parts)}
-    torch.save(payload, folder / "epoch=4-step=10.ckpt")
-    return folder / "epoch=4-step=10.ckpt"
-
-
 def loaded(path, network, branch=None, images=IMAGES):
     found = load_checkpoint(path, wanted=Wanted(branch=branch))
     assert torch.allclose(features(found.backbone, images), features(network, images), atol=1e-5)
     return found
-
-
-def test_backbone_in_a_list_is_read_by_the_places_of_its_layers(tmp_path):
-    network = resnet()
-    found = loaded(lightning(tmp_path, backbone=in_a_list(network), projection_head=nn.Linear(10, 4)), network)
-    assert (found.format, found.origin.epoch, found.matched) == ("lightly", 5, 1.0)
-    assert found.backbone.mean.tolist() == pytest.approx([0.485, 0.456, 0.406])
-    assert found.backbone.inferred == ("mean", "std", "input_size")
-    assert "lightly's default" in found.origin.why["mean"]
 
 
 def test_list_without_a_pool_says_so_by_its_places(tmp_path):
@@ -86,7 +62,7 @@ def test_bare_list_and_compiled_or_parallel_parts_are_read(tmp_path):
 @pytest.mark.parametrize("splits", [0, 2])
 def test_resnet_of_lightly_loses_its_first_relu_in_a_list(tmp_path, splits):
     models = pytest.importorskip("lightly.models")
-    network = randomised(models.ResNetGenerator("resnet-9", width=0.125, num_splits=splits))
+    network = with_noise(models.ResNetGenerator("resnet-9", width=0.125, num_splits=splits))
     listed = nn.Sequential(*list(network.children())[:-1], nn.AdaptiveAvgPool2d(1))
     path = lightning(tmp_path, backbone=listed, projection_head=nn.Linear(64, 4))
     found = loaded(path, listed.train())  # eval() after train() joins the statistics of the splits
@@ -134,7 +110,7 @@ def test_backbone_kept_twice_is_taken_once(tmp_path):
 
 
 def test_masked_transformer_of_lightly_leaves_its_mask_token_behind(tmp_path):
-    network = randomised(timm.create_model("test_vit", num_classes=0, img_size=48))
+    network = with_noise(timm.create_model("test_vit", num_classes=0, img_size=48))
     wrapper = nn.Module()
     wrapper.vit, wrapper.mask_token = network, nn.Parameter(torch.zeros(1, 1, network.embed_dim))
     path = lightning(tmp_path, backbone=wrapper, decoder=nn.Linear(4, 4))
@@ -145,8 +121,7 @@ def test_masked_transformer_of_lightly_leaves_its_mask_token_behind(tmp_path):
 
 
 def test_transformer_of_torchvision_of_any_size_has_the_usual_heads(tmp_path):
-    vision = pytest.importorskip("torchvision.models")
-    network = randomised(vision.VisionTransformer(32, 16, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=96))
+    network = with_noise(VisionTransformer(32, 16, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=96))
     network.heads = nn.Identity()
     found = loaded(lightning(tmp_path, backbone=nn.ModuleDict({"vit": network})), network)
     assert "heads" in found.backbone.inferred
@@ -158,17 +133,15 @@ def test_transformer_of_torchvision_of_any_size_has_the_usual_heads(tmp_path):
 
 def test_size_in_the_hyper_parameters_is_taken(tmp_path):
     path = lightning(tmp_path, backbone=resnet())
-    payload = torch.load(path) | {"hyper_parameters": {"input_size": 96}}
-    torch.save(payload, path)
-    assert load_checkpoint(path).backbone.input_size == 96
+    torch.save(torch.load(path) | {"hyper_parameters": {"input_size": 96}}, path)
+    found = load_checkpoint(path)
+    assert (found.backbone.input_size, found.origin.epoch) == (96, 5)
 
 
 @pytest.mark.parametrize(
     ("layout", "writer"),
     [
-        (lambda n: {"epoch": 3, "arch": "resnet18", "state_dict": parallel(moco(n))}, "MoCo"),
-        (lambda n: {"state_dict": parallel(prefixed(encoder=n, predictor=HEAD))}, "training script"),
-        (lambda n: parallel(n.state_dict() | prefixed(projection_head=HEAD, prototypes=HEAD)), "SwAV"),
+        (lambda n: {"epoch": 3, "arch": "resnet18", "state_dict": named("module.", moco(n))}, "MoCo"),
         (lambda n: {"model": prefixed(encoder=n, head=HEAD), "epoch": 3}, "training script"),
         (lambda n: prefixed(**{"net.0": n}), "training script"),
     ],
@@ -181,32 +154,17 @@ def test_well_known_layouts_are_read(tmp_path, layout, writer):
     assert writer in found.origin.writer
 
 
-def parallel(state):
-    return {f"module.{key}": value for key, value in state.items()}
-
-
 def moco(network):
     network = copy.deepcopy(network)
     network.fc = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 4))
     return prefixed(encoder_q=network, encoder_k=resnet()) | {"queue": torch.ones(4, 8), "queue_ptr": torch.zeros(1)}
 
 
-def test_student_and_teacher_in_one_file(tmp_path):
-    student, teacher = resnet(), resnet()
-    payload = {"student": parallel(prefixed(backbone=student)), "teacher": prefixed(backbone=teacher), "epoch": 1}
-    torch.save(payload, tmp_path / "checkpoint.pth")
-    assert loaded(tmp_path / "checkpoint.pth", teacher).origin.why["branch"] == "the file's teacher"
-    loaded(tmp_path / "checkpoint.pth", student, "online")
-    loaded(tmp_path / "checkpoint.pth", teacher, "momentum")
-
-
-def test_decoder_of_a_masked_autoencoder_stays_behind(tmp_path):
-    network = randomised(timm.create_model("test_vit", num_classes=0))
-    decoder = {"decoder_embed.weight": torch.ones(2, 2), "decoder_blocks.0.norm1.weight": torch.ones(2)}
-    extra = {"mask_token": torch.zeros(1, 1, 2), "decoder_pos_embed": torch.zeros(1, 2, 2)}
-    torch.save({"model": network.state_dict() | decoder | extra}, tmp_path / "a.pth")
-    size = network.patch_embed.img_size[0]
-    assert "MAE" in loaded(tmp_path / "a.pth", network, images=torch.rand(1, 3, size, size)).origin.writer
+def test_student_in_one_file_with_its_teacher_is_taken_on_request(tmp_path):
+    path = dino(tmp_path).path
+    student = torch.load(path)["student"]["module.backbone.conv1.weight"]
+    found = load_checkpoint(path, wanted=Wanted(branch="online"))
+    assert torch.equal(found.backbone.module.conv1.weight, student)
 
 
 @pytest.mark.parametrize("change", ["drop", "shape", "extra"])
@@ -243,8 +201,7 @@ def test_resnet_that_lost_a_whole_block_is_refused_but_for_the_users_word(tmp_pa
 
 
 def test_transformer_that_lost_its_last_block_is_refused(tmp_path):
-    vision = pytest.importorskip("torchvision.models")
-    network = vision.VisionTransformer(32, 16, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=96)
+    network = VisionTransformer(32, 16, num_layers=6, num_heads=3, hidden_dim=192, mlp_dim=96)
     state = {k: v for k, v in prefixed(backbone=network).items() if "encoder_layer_5" not in k}
     torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": state}, tmp_path / "a.ckpt")
     with pytest.raises(UserError):

@@ -8,24 +8,12 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from torchvision import models
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint
 from cdc_plugin.checkpoints.formats.timm.index import TABLE, fingerprint, make_table, names_like
 from cdc_plugin.errors import UserError
-
-
-def created(name, **settings):
-    """A model whose every weight counts."""
-    network = timm.create_model(name, **settings)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, value in network.state_dict().items():
-            if value.is_floating_point():
-                noise = 0.2 * torch.rand(value.shape, generator=generator)
-                value.copy_(value.abs() + noise if "var" in key else value + noise)
-    return network.eval()
+from tests.helpers.checkpoint_builders.libraries import created, timm_training
 
 
 def assert_same_features(path, network, size, **wanted):
@@ -65,15 +53,18 @@ def test_settings_of_a_transformer_are_read_from_its_weights(tmp_path, settings,
     assert found.backbone.spec["kwargs"] == settings
 
 
-def test_settings_that_no_weight_tells_are_taken_from_the_run(tmp_path):
-    network = created("test_vit", num_heads=4, img_size=32, patch_size=4)
-    stated = {"num_heads": 4, "img_size": 32, "patch_size": 4, "checkpoint_path": "/etc/passwd"}
-    arguments = argparse.Namespace(model="test_vit", model_kwargs=stated, img_size=None, mean=[0.1], std=None)
-    payload = {"arch": "test_vit", "state_dict": network.state_dict(), "version": 2, "args": arguments, "epoch": 3}
-    torch.save(payload, tmp_path / "last.pth.tar")
-    found = assert_same_features(tmp_path / "last.pth.tar", network, 32)
+def test_settings_of_a_run_are_taken_but_no_path_of_weights(tmp_path):
+    found = load_checkpoint(timm_training(tmp_path).path)
     assert found.backbone.spec["kwargs"] == {"num_heads": 4, "img_size": 32, "patch_size": 4}
-    assert found.backbone.mean.tolist() == pytest.approx([0.1] * 3)
+
+
+def test_image_size_that_a_run_states_is_taken(tmp_path):
+    arguments = argparse.Namespace(model="test_resnet", img_size=40, mean=None, std=None, input_size=None)
+    payload = {"arch": "test_resnet", "state_dict": created("test_resnet").state_dict(), "version": 2}
+    torch.save(payload | {"args": arguments}, tmp_path / "last.pth.tar")
+    assert load_checkpoint(tmp_path).backbone.input_size == 40
+    with pytest.raises(UserError, match="no moving average"):
+        load_checkpoint(tmp_path, wanted=Wanted(branch="momentum"))
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -89,33 +80,16 @@ def test_config_of_the_hub_states_model_and_input(tmp_path, nested):
     assert found.backbone.inferred == ()
 
 
-def test_average_of_a_run_is_taken_on_request_only(tmp_path):
-    trained, average = created("test_resnet"), timm.create_model("test_resnet").eval()
-    payload = {"arch": "test_resnet", "version": 2, "args": argparse.Namespace(model="test_resnet")}
-    payload |= {"state_dict": {f"_orig_mod.{k}": v for k, v in trained.state_dict().items()}}
-    payload |= {"state_dict_ema": {f"module.{k}": v for k, v in average.state_dict().items()}}
-    torch.save(payload, tmp_path / "last.pth.tar")
-    assert "as trained" in assert_same_features(tmp_path / "last.pth.tar", trained, 64).origin.why["branch"]
-    assert_same_features(tmp_path / "last.pth.tar", average, 64, branch="momentum")
-    del payload["state_dict_ema"]
-    torch.save(payload, tmp_path / "last.pth.tar")
-    with pytest.raises(UserError, match="no moving average"):
-        load_checkpoint(tmp_path / "last.pth.tar", wanted=Wanted(branch="momentum"))
-
-
 def test_older_names_are_renamed_by_timm_itself(tmp_path):
     network = created("test_convnext")
-    old = {
-        key.replace("head.norm.", "norm.").replace("head.fc.", "head."): v for key, v in network.state_dict().items()
-    }
-    old = {key.replace("stem.", "downsample_layers.0."): value for key, value in old.items()}
-    old = {key.replace(".conv_dw.", ".dwconv.").replace(".mlp.fc1.", ".pwconv1."): v for key, v in old.items()}
-    old = {key.replace(".mlp.fc2.", ".pwconv2."): value for key, value in old.items()}
-    old = {key.replace(".blocks.", "."): value for key, value in old.items()}
-    stages = [key for key in old if ".downsample." in key]
-    for key in stages:
-        stage = key.split(".")[1]
-        old[key.replace(f"stages.{stage}.downsample.", f"downsample_layers.{stage}.")] = old.pop(key)
+    renamed = {"head.norm.": "norm.", "head.fc.": "head.", "stem.": "downsample_layers.0.", ".blocks.": "."}
+    renamed |= {".conv_dw.": ".dwconv.", ".mlp.fc1.": ".pwconv1.", ".mlp.fc2.": ".pwconv2."}
+    renamed |= {f"stages.{stage}.downsample.": f"downsample_layers.{stage}." for stage in range(4)}
+    old = {}
+    for key, value in network.state_dict().items():
+        for new_name, old_name in renamed.items():
+            key = key.replace(new_name, old_name)
+        old[key] = value
     torch.save(old, tmp_path / "a.pth")
     assert_same_features(tmp_path / "a.pth", network, 160, arch="test_convnext")
 
@@ -163,7 +137,11 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_repository_of_the_hub_is_refused_at_once_without_a_network(offline):
+def test_published_weights_are_refused_at_once_without_a_network(offline):
+    with pytest.raises(UserError, match=r"could not fetch.*arch='convnext_zepto_rms'"):
+        load_checkpoint("timm:convnext_zepto_rms")
+    with pytest.raises(UserError, match="timm has no model 'resnet1'"):
+        load_checkpoint("timm:resnet1")
     with pytest.raises(UserError, match=r"could not fetch 'nobody/nothing-of-it'"):
         load_checkpoint("hf-hub:nobody/nothing-of-it")
     with pytest.raises(UserError, match="OWNER/NAME"):
@@ -180,19 +158,3 @@ def test_cached_repository_of_the_hub_needs_no_network(offline, tmp_path, monkey
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="not a timm model"):
         load_checkpoint("hf-hub:somebody/something")
-
-
-def test_network_of_nobodys_is_refused(tmp_path):
-    torch.save(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4)).state_dict(), tmp_path / "a.pth")
-    with pytest.raises(UserError, match="cannot recognise the network"):
-        load_checkpoint(tmp_path / "a.pth")
-
-
-def test_whole_pickled_model_is_opened_on_the_users_word_only(tmp_path):
-    network = created("test_resnet")
-    torch.save(network, tmp_path / "a.pth")
-    found = load_checkpoint(tmp_path / "a.pth", trust=True)
-    network.reset_classifier(0)
-    images = torch.rand(1, 3, 64, 64)
-    with torch.no_grad():
-        assert torch.equal(found.backbone.eval()(images), network(images))

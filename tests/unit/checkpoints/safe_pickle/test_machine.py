@@ -16,19 +16,11 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import nn
 
+from cdc_plugin.checkpoints.read import payload_fields, plain
 from cdc_plugin.checkpoints.safe_pickle import machine as unpickle
-from cdc_plugin.checkpoints.safe_pickle import names as pickles
 from cdc_plugin.checkpoints.safe_pickle.machine import PickleMachine, Refused
-from cdc_plugin.checkpoints.safe_pickle.names import (
-    ForeignName,
-    InertRecord,
-    is_allowed,
-    is_network,
-    payload_fields,
-    plain,
-)
+from cdc_plugin.checkpoints.safe_pickle.names import ForeignName, InertRecord, is_allowed
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -109,13 +101,6 @@ def test_names_that_no_checkpoint_needs_are_refused(name):
 def test_names_that_training_scripts_leave_are_allowed(name):
     module, _, last = name.rpartition(".")
     assert is_allowed(module, last)
-
-
-def test_a_format_may_add_names(monkeypatch):
-    monkeypatch.setattr(pickles, "_inert_names", set())
-    assert not is_allowed("someone", "schedule")
-    pickles.read_as_inert("someone.schedule")
-    assert is_allowed("someone", "schedule")
 
 
 def hostile_pickles(command):
@@ -249,11 +234,6 @@ def test_settings_of_omegaconf_are_read_without_it(protocol):
     record = read_back(config, protocol)
     wanted = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "name": "vit", "none": None}
     assert payload_fields(record) == plain(record) == wanted
-
-
-def test_network_is_known_by_what_torch_keeps_of_every_module():
-    assert is_network(read_back(nn.Sequential(nn.ReLU()), 2))
-    assert not is_network(read_back(argparse.Namespace(a=1), 2))
 
 
 def long_memo_index():

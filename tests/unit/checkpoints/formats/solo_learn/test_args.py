@@ -64,13 +64,9 @@ def test_nested_arguments_state_network_data_and_size():
     assert find_input_size(run) == 32
 
 
-@pytest.mark.parametrize("mark", [{"cluster_eval": {}}, {"process_bar": {}}])
-def test_fork_of_cdc_is_told_by_settings_that_only_it_has(mark):
-    assert parse_args(nested(**mark)).fork
-
-
-def test_fork_of_cdc_is_told_by_data_sets_that_only_it_has():
-    assert parse_args(nested("cifar20")).fork
+@pytest.mark.parametrize("args", [nested(cluster_eval={}), nested(process_bar={}), nested("cifar20")])
+def test_fork_of_cdc_is_told_by_settings_and_data_sets_that_only_it_has(args):
+    assert parse_args(args).fork
 
 
 @pytest.mark.parametrize(
