@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-
 log = logging.getLogger("cdc_plugin")
 COLLAPSED = 0.1  # spread of an embedding (at most 1) below which it has collapsed
 
