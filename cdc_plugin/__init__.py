@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cdc_plugin.evaluation.evaluate import compare as compare
     from cdc_plugin.evaluation.evaluate import evaluate as evaluate
     from cdc_plugin.evaluation.inspect import inspect as inspect
-    from cdc_plugin.evaluation.report_record import Report as Report
+    from cdc_plugin.evaluation.records import Report as Report
     from cdc_plugin.integrations.export import export_model as export_model
     from cdc_plugin.integrations.hub.model import CalibratedClusterer as CalibratedClusterer
     from cdc_plugin.models.backbone import Backbone as Backbone
@@ -44,7 +44,7 @@ _HOMES = {
     "DataError": "errors",
     "OutputError": "errors",
     "RefineConfig": "config.schema",
-    "Report": "evaluation.report_record",
+    "Report": "evaluation.records",
     "UserError": "errors",
     "compare": "evaluation.evaluate",
     "compare_methods": "comparison.run",

@@ -12,8 +12,7 @@ from torch import nn
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.evaluation.outcome import finish_run, measure_start
-from cdc_plugin.evaluation.report_record import Report
-from cdc_plugin.training.distributed import init_distributed, was_restarted
+from cdc_plugin.evaluation.records import Report
 from cdc_plugin.training.prepare import check_request, initialise, prepare
 from cdc_plugin.training.progress import log_to, show_progress
 from cdc_plugin.training.request import configure
@@ -26,7 +25,7 @@ from cdc_plugin.training.run_folder import (
     read_state,
     stored_request,
 )
-from cdc_plugin.training.runtime import Runtime, choose_device
+from cdc_plugin.training.runtime import Runtime, choose_device, init_distributed, was_restarted
 from cdc_plugin.training.trackers import open_trackers
 from cdc_plugin.training.train import explain_error, train
 

@@ -23,7 +23,7 @@ from cdc_plugin.checkpoints.safe_pickle.containers import names_in_tar, read_arc
 from cdc_plugin.checkpoints.safe_pickle.machine import Refused
 from cdc_plugin.checkpoints.safe_pickle.names import InertRecord
 from cdc_plugin.checkpoints.weights import strip_prefix
-from cdc_plugin.errors import CheckpointError, option
+from cdc_plugin.errors import CheckpointError, UserError, option
 
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
 SIDECARS = ("config.json", "args.json", "model.json", "args.yaml", "hparams.yaml")
@@ -126,6 +126,18 @@ def read_sidecars(file: Path) -> dict[str, Any]:
         except (ValueError, RecursionError, OSError):
             continue  # another tool's file; a format that needs it reports it as missing
     return found
+
+
+def read_run_args(path: str | Path) -> tuple[Any, Path]:
+    """Return the ``args.json`` of the run that a checkpoint or folder belongs to, None without one, and its folder."""
+    start = Path(path).expanduser()
+    try:
+        # In the folder or beside the file; else beside the checkpoint that is found below the folder.
+        beside = (file for file in (start / "checkpoint", start) if file.with_name("args.json").is_file())
+        file = next(beside, None) or locate(start)
+        return read_sidecars(file).get("args.json"), file.parent.resolve()
+    except (OSError, UserError):  # reading the weights will report it
+        return None, start
 
 
 def check_finite(state: Mapping[str, Tensor], source: str) -> None:

@@ -12,7 +12,7 @@ from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cdc_plugin.evaluation.report_record import Report
+    from cdc_plugin.evaluation.records import Report
 
 EPILOG = """examples:
   cdc-evaluate --model runs/photos  # on the images it was refined on

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cdc_plugin.evaluation.models import EvaluatedModel
     from cdc_plugin.evaluation.predict import Prediction, Predictor
     from cdc_plugin.metrics.confidence import Acceptance
-    from cdc_plugin.training.distributed import Distributed
+    from cdc_plugin.training.runtime import Distributed
 
 Made = TypeVar("Made")
 AUDIT_SIDE = 224  # pixels at which a person can tell what an image shows
@@ -78,9 +78,8 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
         from cdc_plugin.evaluation.predict import prepare
         from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts, remove_parts
         from cdc_plugin.metrics.confidence import accept_above, accept_to_target
-        from cdc_plugin.training.distributed import init_distributed
         from cdc_plugin.training.progress import log, show_progress
-        from cdc_plugin.training.runtime import choose_device
+        from cdc_plugin.training.runtime import choose_device, init_distributed
 
         def start() -> tuple[EvaluatedModel, Predictor]:
             subject = open_model(options.model, head=options.head)
@@ -172,7 +171,7 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
 def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]]) -> None:
     from cdc_plugin.data.stream import read_images
     from cdc_plugin.evaluation.audit.write import write_audit
-    from cdc_plugin.evaluation.prediction_table import concatenate_tables
+    from cdc_plugin.evaluation.records import concatenate_tables
 
     folder = Path(options.out)
     files = write_audit(

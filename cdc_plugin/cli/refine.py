@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cdc_plugin.cli import common
 
 if TYPE_CHECKING:
-    from cdc_plugin.evaluation.report_record import Report
+    from cdc_plugin.evaluation.records import Report
 
 EPILOG = """examples:
   cdc-refine --demo

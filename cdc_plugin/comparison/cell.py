@@ -21,7 +21,7 @@ from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup, fits_
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import OutputError
-from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, measure_head
+from cdc_plugin.evaluation.records import SCHEMA_VERSION, measure_head
 from cdc_plugin.metrics import summary_hard, summary_outliers
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.features import extract_features, head_probabilities

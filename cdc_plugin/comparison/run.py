@@ -22,7 +22,7 @@ from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import judge_rows
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.errors import ConfigError, OutputError, option
-from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, comparison_record
+from cdc_plugin.evaluation.records import SCHEMA_VERSION, comparison_record
 from cdc_plugin.report.grid_page import render_grid
 from cdc_plugin.training.progress import CellProgress, log, log_to
 from cdc_plugin.training.run_folder import COMPARISON, LOG, PAGE, REPORT, comparison_folder

@@ -26,12 +26,19 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     ...     os.listdir(folder)
     ['notes.txt']
     """
+    with open_atomically(path) as temporary:
+        write(temporary)
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path) -> Iterator[Path]:
+    """Give a temporary file to fill, as `write_atomically` does, with its errors."""
     advice = (
         "what was written before is whole: free some space and run again, cdc-refine and cdc-pretrain with --resume"
     )
     try:
         with replace_atomically(path) as temporary:
-            write(temporary)
+            yield temporary
     except OSError as error:
         if error.errno in DISK_FULL:
             raise OutputError(f"no space left while writing {path}; {advice}") from error

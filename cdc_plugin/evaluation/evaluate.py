@@ -28,9 +28,15 @@ from cdc_plugin.evaluation.outputs import (
     run_model,
     score_outside,
 )
-from cdc_plugin.evaluation.prediction_table import build_prediction_table, compute_outlier_columns, write_table
 from cdc_plugin.evaluation.quality import find_trusted
-from cdc_plugin.evaluation.report_record import SCHEMA_VERSION, Report, start_record
+from cdc_plugin.evaluation.records import (
+    SCHEMA_VERSION,
+    Report,
+    build_prediction_table,
+    compute_outlier_columns,
+    start_record,
+    write_table,
+)
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.run_page import collect_page, render_page

@@ -18,7 +18,7 @@ from cdc_plugin.data.images import Progress, open_images
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import DataError, UserError
 from cdc_plugin.evaluation.inspect_features import MOST_IMAGES, choose_image_count, compare_neighbours, measure_spread
-from cdc_plugin.evaluation.report_record import SCHEMA_VERSION
+from cdc_plugin.evaluation.records import SCHEMA_VERSION
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.runtime import choose_device
 

@@ -12,9 +12,16 @@ from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.random_streams import FINAL, QUALITY, generator
 from cdc_plugin.data.atomic import write_text
-from cdc_plugin.evaluation.prediction_table import build_prediction_table, write_table
 from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
-from cdc_plugin.evaluation.report_record import Report, describe_run, measure, old_record, run_record
+from cdc_plugin.evaluation.records import (
+    Report,
+    build_prediction_table,
+    describe_run,
+    measure,
+    old_record,
+    run_record,
+    write_table,
+)
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.report.run_page import collect_page, render_page
@@ -65,7 +72,7 @@ def finish_run(run: Run, seconds: float) -> Report:
             seen,
             augmented,
             run.start,
-            [*run.snapshots, assignment[snapshot_rows(len(images))]],
+            [*run.snapshots, assignment[snapshot_rows(images.count)]],
             sample,
         )
     )

@@ -17,7 +17,7 @@ from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import CheckpointError
 from cdc_plugin.evaluation.models import EvaluatedModel
 from cdc_plugin.evaluation.quality import Evidence, assess
-from cdc_plugin.evaluation.report_record import measure
+from cdc_plugin.evaluation.records import measure
 from cdc_plugin.metrics import summary_outliers
 from cdc_plugin.training.batches import choose_augmentation, predict_augmented
 from cdc_plugin.training.features import (

@@ -19,7 +19,7 @@ from cdc_plugin.data.images import ImageSet, Progress, storage_size
 from cdc_plugin.data.stream import CHUNK, ImageStream, open_stream
 from cdc_plugin.data.views import ViewSettings, plain_view, view_settings
 from cdc_plugin.errors import CheckpointError, DataError, UserError, option
-from cdc_plugin.evaluation.prediction_table import (
+from cdc_plugin.evaluation.records import (
     build_table,
     choose_name_column,
     compute_outlier_columns,

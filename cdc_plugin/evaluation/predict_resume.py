@@ -29,8 +29,8 @@ from cdc_plugin.data.stream import CHUNK, ImageStream
 from cdc_plugin.errors import OutputError, UserError
 from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor
 from cdc_plugin.models.clusterer import Clusterer, prototype_tensors
-from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.progress import log
+from cdc_plugin.training.runtime import Distributed
 
 # Images that a crash can cost, and that a process takes at once. A multiple of the usual batch sizes: batches, and
 # with them the last bits of the numbers, are then the same as without parts.

@@ -20,7 +20,7 @@ from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
 from cdc_plugin.checkpoints.load import load_backbone
 from cdc_plugin.config.load import load_config
 from cdc_plugin.errors import CheckpointError, ConfigError, UserError
-from cdc_plugin.evaluation.report_record import Report
+from cdc_plugin.evaluation.records import Report
 from cdc_plugin.integrations.export.base import compute_same_features
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.pipeline import refine

@@ -14,9 +14,8 @@ from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.distributed import plan_shards
 from cdc_plugin.training.features import features_key, find_rows, keep_rows
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 
 MakeViews = Callable[[Tensor, torch.Generator], Views]

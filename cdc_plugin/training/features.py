@@ -32,8 +32,7 @@ from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.distributed import SINGLE, Distributed
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import SINGLE, Distributed, Runtime
 
 BLOCK = 2048
 IN_MEMORY = 64 * 1024**2  # bytes; more rows lie in a file, so that memory does not grow with the number of images

@@ -17,7 +17,11 @@ def configure(
     request: RefineConfig = load_config(recipe, flags, overrides)
     if request.backbone is None:
         return request
-    from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
+    from cdc_plugin.checkpoints.read import read_run_args
 
-    defaults = read_run_defaults(request.backbone)
-    return load_config(recipe, flags, overrides, defaults) if defaults else request
+    content, folder = read_run_args(request.backbone)
+    if content is None:
+        return request
+    from cdc_plugin.checkpoints.formats.solo_learn.args import infer_settings
+
+    return load_config(recipe, flags, overrides, infer_settings(content, folder))

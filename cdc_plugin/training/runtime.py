@@ -1,19 +1,226 @@
-"""Say where and how a run computes: device, precision, processes, and who shows progress."""
+"""Say where and how a run computes: device, precision, and the processes that ``torchrun`` starts to train as one.
+
+Over several processes the backbone is data-parallel: every process has its shard of each batch. Features are gathered,
+so that all processes see the whole batch for selection, targets and heads; gradients of the backbone are averaged by
+`torch.nn.parallel.DistributedDataParallel`. One, two or three processes end within rounding of each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from cdc_plugin.errors import ConfigError, option
-from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.errors import ConfigError, DataError, UserError, option
+from cdc_plugin.training.signals import end_with_parent
 
+Shared = TypeVar("Shared")
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+JOIN_TIMEOUT = datetime.timedelta(minutes=10)  # for all processes to start
+WAIT_TIMEOUT = datetime.timedelta(hours=2)  # for a process that may be reading all images
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """Which of how many processes this is; the default is a single process, which exchanges nothing."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # on this machine
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def shards_of(self, count: int) -> list[Tensor]:
+        """Return for each process which of ``count`` images are its own: near-equal runs of consecutive ones."""
+        return list(torch.arange(count).tensor_split(self.size))
+
+    def own_shard(self, count: int) -> Tensor:
+        """Return which of ``count`` images are this process's."""
+        return self.shards_of(count)[self.rank]
+
+    def broadcast_from_main(self, make: Callable[[], Shared]) -> Shared:
+        """Call ``make`` in the main process and return its result, or raise its UserError, in all of them."""
+        if self.size == 1:
+            return make()
+        carried: list[Any] = [None]
+        if self.main:
+            try:
+                carried[0] = make()
+            except UserError as error:  # the others must not wait for what will never come
+                carried[0] = error
+        dist.broadcast_object_list(carried, src=0, device=torch.device("cpu"))
+        if isinstance(carried[0], UserError):
+            carried[0].told = not self.main
+            raise carried[0]
+        return carried[0]
+
+    def raise_together(self, make: Callable[[], Shared]) -> Shared:
+        """Call ``make`` in each process; a UserError in any of them ends all, and one of them reports it."""
+        if self.size == 1:
+            return make()
+        mistake, raised = None, torch.zeros(self.size)
+        try:
+            result = make()
+        except UserError as error:
+            mistake, raised[self.rank] = error, 1
+        first = self.all_reduce(raised).nonzero().flatten().tolist()[:1]
+        if not first:
+            return result
+        mistake = mistake or UserError(f"process {first[0]} has reported an error")
+        mistake.told = first != [self.rank]
+        raise mistake
+
+    def check_same_images(self, digest: str, image_count: int) -> None:
+        """Refuse to train on different files: every process must see the same list of images."""
+        seen: list[Any] = [None] * self.size
+        dist.all_gather_object(seen, (digest, image_count))
+        for rank, (other, count) in enumerate(seen):
+            if other != seen[0][0]:
+                error = DataError(
+                    f"process {rank} sees other images than process 0 ({count} readable images against {seen[0][1]}); "
+                    "the data must be the same files on all machines: compare the folders and the warnings about "
+                    "skipped files"
+                )
+                error.told = not self.main
+                raise error
+
+    def wait(self) -> None:
+        """Return when all processes have come here."""
+        if self.size > 1:
+            dist.barrier() if torch.cuda.is_available() else dist.monitored_barrier(timeout=WAIT_TIMEOUT)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in any process."""
+        return bool(self.all_reduce(torch.tensor(float(flag))) > 0)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all processes, in place, and return it."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Give a tensor the main process's values, in place, and return it: devices may round differently."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def gather(self, rows: Tensor, shards: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all processes in order.
+
+        Args:
+            rows: (n, ...) those of this process.
+            shards: for each process, the places (n,) of its rows among all.
+        """
+        if self.size == 1:
+            return rows
+        largest = max(len(places) for places in shards)
+        padded = rows.new_zeros(largest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in shards]
+        dist.all_gather(parts, padded.contiguous())
+        everything = rows.new_empty(sum(map(len, shards)), *rows.shape[1:])
+        for places, part in zip(shards, parts, strict=True):
+            everything[places.to(rows.device)] = part[: len(places)]
+        return everything
+
+    def gather_with_gradient(self, rows: Tensor, shards: Sequence[Tensor]) -> Tensor:
+        """Gather rows for a loss that all processes compute alike on the whole batch.
+
+        The gradient of this process's rows is multiplied by the number of processes, over which
+        `DistributedDataParallel` averages.
+        """
+        return rows if self.size == 1 else _Gather.apply(rows, self, shards)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: Tensor, distributed: Distributed, shards: Sequence[Tensor]) -> Tensor:
+        context.places, context.size = shards[distributed.rank], distributed.size
+        return distributed.gather(rows.detach(), shards)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[context.places.to(gradient.device)] * context.size, None, None
+
+
+SINGLE = Distributed()
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How the processes share a batch: each has a near-equal shard of every sub-batch.
+
+    Args:
+        sub_batches: (b,) rows of the batch, for each sub-batch.
+        shards: for each sub-batch and process, its rows of the sub-batch.
+    """
+
+    sub_batches: list[Tensor]
+    shards: list[list[Tensor]]
+
+    @functools.cached_property
+    def owned(self) -> list[Tensor]:
+        """For each process, its rows of the batch, sub-batch after sub-batch."""
+        rows = [[rows[shard] for shard in shards] for rows, shards in zip(self.sub_batches, self.shards, strict=True)]
+        return [torch.cat(own) for own in zip(*rows, strict=True)]
+
+
+@functools.lru_cache(maxsize=64)  # batches of an epoch have the same size, but for one image
+def plan_shards(count: int, sub_batches: int, size: int) -> ShardPlan:
+    """Return how ``size`` processes share ``count`` images that are trained on in so many sub-batches."""
+    rows = list(torch.arange(count).tensor_split(sub_batches))
+    return ShardPlan(rows, [list(torch.arange(len(part)).tensor_split(size)) for part in rows])
+
+
+@contextlib.contextmanager
+def init_distributed() -> Iterator[Distributed]:
+    """Join the processes that ``torchrun`` has started; without it, yield a single process."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count == "1" or "RANK" not in os.environ:
+        yield SINGLE
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if dist.is_initialized():  # a script of the user's own has joined already
+        yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
+        return
+    end_with_parent()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    try:
+        # torchrun may keep what an earlier attempt has left in the store: addresses of processes that are gone.
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} of {size}", store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT_TIMEOUT)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"the {count} processes that WORLD_SIZE names did not find each other ({reason[:150]}); start all of them "
+            "with torchrun and the same --rdzv-endpoint, or unset WORLD_SIZE and RANK to run a single process"
+        ) from error
+    try:
+        yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def was_restarted() -> bool:
+    """Return whether ``torchrun`` or SLURM has started this command again after a fault, so that it resumes."""
+    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count.isdigit() and int(count) > 0 for count in counts)
 
 
 def show_nothing(items: Iterable[Any], total: int, description: str) -> Iterable[Any]:

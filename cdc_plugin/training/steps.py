@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cdc_plugin.config.resolve import ResolvedConfig, count_sub_batches
 from cdc_plugin.core.losses import calibration_loss, check_calibration, pseudo_label_loss
 from cdc_plugin.core.selection.base import Selection
-from cdc_plugin.training.distributed import ShardPlan, plan_shards
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import Runtime, ShardPlan, plan_shards
 from cdc_plugin.training.sync_batchnorm import convert_on_cuda, share_statistics
 
 # Numbers in one forward pass without gradient: every batch of the paper fits whole (500 images at 224 px are

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cdc_plugin.training.distributed import Distributed
+from cdc_plugin.training.runtime import Distributed
 
 
 def convert_on_cuda(network: nn.Module, device: torch.device) -> nn.Module:

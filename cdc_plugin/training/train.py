@@ -19,10 +19,10 @@ from cdc_plugin.training.batches import (
     predict_snapshot,
 )
 from cdc_plugin.training.collapse import SLOW_DOWN, detect_new, refuse_dead
-from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.progress import TrainingProgress, log
 from cdc_plugin.training.refiner import NotFiniteError, Refiner, Stats
 from cdc_plugin.training.run_folder import Run, read_state, save_run
+from cdc_plugin.training.runtime import SINGLE, Distributed
 from cdc_plugin.training.signals import Terminated, noticing_termination
 from cdc_plugin.training.trackers import Tracking
 
@@ -38,7 +38,7 @@ def train(run: Run, tracking: Tracking) -> None:
     trained: nn.Module = model.backbone
     if frozen:  # only the features of the views are shared work; the main process trains the heads
         trained, runtime = nn.Identity(), dataclasses.replace(runtime, distributed=SINGLE)
-    refiner = Refiner(trained, model.clustering_head, model.calibration_head, settings, runtime, len(images))
+    refiner = Refiner(trained, model.clustering_head, model.calibration_head, settings, runtime, images.count)
     if run.state is not None:
         refiner.restore(run.state["refiner"])
     if frozen and refiner.epoch < settings.epochs:
@@ -71,7 +71,7 @@ def train(run: Run, tracking: Tracking) -> None:
 
     save()
     together.raise_together(lambda: refuse_dead(run.history, settings))
-    batches = make_batches(make, len(images), settings.batch_size, settings.seed)
+    batches = make_batches(make, images.count, settings.batch_size, settings.seed)
     with noticing_termination() as notice, contextlib.closing(bar):
         while refiner.epoch < settings.epochs:
             try:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
 from cdc_plugin.models.heads import ClusterHead
-from cdc_plugin.training.distributed import SINGLE, Distributed, plan_shards
 from cdc_plugin.training.refiner import Refiner
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import SINGLE, Distributed, Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 
 COUNT, FEATURES, CLUSTERS = 151, 6, 4  # an odd number of images

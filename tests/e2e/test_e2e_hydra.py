@@ -17,7 +17,8 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
+from cdc_plugin.checkpoints.formats.solo_learn.args import infer_settings
+from cdc_plugin.checkpoints.read import read_run_args
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.recipes import recipe_folder, recipe_names
 from cdc_plugin.integrations import hydra_callback
@@ -139,7 +140,7 @@ def test_of_a_recipe_the_settings_are_taken_but_not_other_images_and_statistics(
     node = json.loads(json.dumps(asdict(load_config(recipe, {"epochs": 3}))))
     args = {"method": "simclr", "backbone": {"name": "resnet18"}, "data": data, "augmentations": [{"crop_size": 24}]}
     (tmp_path / "args.json").write_text(json.dumps({**args, "cdc": node}))
-    found = read_run_defaults(tmp_path)
+    found = infer_settings(*read_run_args(tmp_path))
     assert Path(found["data"]).name == expected
     assert found["epochs"] == 3
     assert not {"mean", "std", "input_size"} & set(found)

@@ -10,8 +10,7 @@ import pytest
 
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
-from cdc_plugin.evaluation.report_record import measure_head
+from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.run_page import render_page

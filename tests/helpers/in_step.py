@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdc_plugin.training import distributed as distributed_module
-from cdc_plugin.training.distributed import Distributed
+from cdc_plugin.training import runtime as distributed_module
+from cdc_plugin.training.runtime import Distributed
 
 
 class Threads:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cdc_plugin.checkpoints import Wanted, infer_input, load_checkpoint
-from cdc_plugin.checkpoints.formats.solo_learn.args import read_run_defaults
+from cdc_plugin.checkpoints.formats.solo_learn.args import infer_settings
+from cdc_plugin.checkpoints.read import read_run_args
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build
 from tests.helpers.checkpoint_builders.genuine import (
@@ -78,6 +79,6 @@ def test_moving_average_is_another_network_or_a_clear_refusal(case):
 def test_arguments_imply_data_and_clusters_without_a_look_at_the_weights(case, tmp_path):
     folder, record, *_ = case
     (tmp_path / "args.json").write_text((folder / "args.json").read_text())
-    fields = read_run_defaults(tmp_path / record["checkpoint"])
+    fields = infer_settings(*read_run_args(tmp_path / record["checkpoint"]))
     expected = {"clusters": 3} if "custom" in record["checkpoint"] else {"data": "cifar10", "clusters": 10}
     assert fields == expected

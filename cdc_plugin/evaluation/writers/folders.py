@@ -63,7 +63,7 @@ def check_links(out: Path, folder: Path) -> None:
 
 def write_folders(out: Path, table: np.recarray, folder: Path) -> list[Path]:
     """Create all links in a folder beside ``out`` and rename it, so that the export is complete or absent."""
-    from cdc_plugin.evaluation.prediction_table import write_table
+    from cdc_plugin.evaluation.records import write_table
 
     check_folder(out, overwrite=True)  # again: people may have put files there during the prediction
     target, images = Path(os.path.realpath(out)), Path(os.path.realpath(folder))

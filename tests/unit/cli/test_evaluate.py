@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.cli.evaluate import cautions, outcome
-from cdc_plugin.evaluation.report_record import Report
+from cdc_plugin.evaluation.records import Report
 
 
 def metrics(acc: float | None = 0.7, conf: float = 0.9, heads: int = 1, **others) -> dict:

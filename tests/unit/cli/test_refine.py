@@ -3,7 +3,7 @@ import pytest
 import yaml
 
 from cdc_plugin.cli import refine as cli
-from cdc_plugin.evaluation.report_record import Report
+from cdc_plugin.evaluation.records import Report
 
 QUICK = ["hidden=16", "batch_size=40", "sub_batch_size=20", "mini_clusters=10", "--device", "cpu", "--quiet"]
 

@@ -20,7 +20,7 @@ from cdc_plugin.comparison.supervised import (
     train_supervised,
 )
 from cdc_plugin.errors import DataError
-from cdc_plugin.evaluation.report_record import measure_head
+from cdc_plugin.evaluation.records import measure_head
 from cdc_plugin.models.heads import LayeredHead
 from tests.helpers.blob_tasks import blob_task, linear_backbone, predict
 

@@ -17,7 +17,7 @@ from cdc_plugin.evaluation.outputs import (
     run_model,
     score_outside,
 )
-from cdc_plugin.evaluation.report_record import measure_head
+from cdc_plugin.evaluation.records import measure_head
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 

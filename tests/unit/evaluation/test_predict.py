@@ -9,7 +9,7 @@ from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation.predict import predict_images
-from cdc_plugin.evaluation.prediction_table import build_prediction_table
+from cdc_plugin.evaluation.records import build_prediction_table
 from cdc_plugin.training.features import extract_features, head_probabilities
 from cdc_plugin.training.runtime import Runtime
 

@@ -27,7 +27,7 @@ from cdc_plugin.evaluation.predict_resume import (
     predict_in_parts,
     remove_parts,
 )
-from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.training.runtime import SINGLE, Distributed
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
+from cdc_plugin.evaluation.records import add_column, build_prediction_table
 from cdc_plugin.report.gallery import (
     BUDGET,
     ClusterCard,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cdc_plugin.evaluation.report_record import measure_head
+from cdc_plugin.evaluation.records import measure_head
 from cdc_plugin.metrics.over_seeds import Row, Value
 from cdc_plugin.report.grid_page import pool, render_grid
 from tests.helpers.html_page import Page

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.prediction_table import add_column, build_prediction_table
-from cdc_plugin.evaluation.report_record import measure_head, run_record
+from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head, run_record
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.run_page import collect_page, measure_clusters, render_page

@@ -17,8 +17,7 @@ from cdc_plugin.data.views import make_views, strong_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import batches as module
 from cdc_plugin.training.batches import cached_views, fresh_views, make_batches, training_views, view_features
-from cdc_plugin.training.distributed import Distributed, plan_shards
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import Distributed, Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 from tests.helpers.in_step import in_step
 

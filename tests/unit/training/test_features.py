@@ -16,7 +16,6 @@ from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training import features as module
-from cdc_plugin.training.distributed import Distributed
 from cdc_plugin.training.features import (
     Features,
     extract_features,
@@ -25,7 +24,7 @@ from cdc_plugin.training.features import (
     keep_rows,
     kmeans_assignment,
 )
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import Distributed, Runtime
 from tests.helpers.in_step import in_step
 
 CPU = torch.device("cpu")

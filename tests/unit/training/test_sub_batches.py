@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cdc_plugin.training.distributed import plan_shards
+from cdc_plugin.training.runtime import plan_shards
 from cdc_plugin.training.steps import keep_for_training, split_batch
 
 

@@ -7,7 +7,7 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from cdc_plugin.training.distributed import SINGLE, Distributed
+from cdc_plugin.training.runtime import SINGLE, Distributed
 from cdc_plugin.training.sync_batchnorm import convert_on_cuda, share_statistics
 from tests.helpers.in_step import Silence, in_step
 
@@ -71,7 +71,7 @@ def test_half_precision_goes_in_and_comes_out_but_sums_are_in_full():
 
 
 def test_layers_in_evaluation_mode_and_single_processes_exchange_nothing(monkeypatch):
-    monkeypatch.setattr("cdc_plugin.training.distributed.dist", Silence())
+    monkeypatch.setattr("cdc_plugin.training.runtime.dist", Silence())
     rows = torch.randn(6, 3)
     with share_statistics(Distributed(0, 2), CPU):
         nn.BatchNorm1d(3).eval()(rows)

@@ -19,11 +19,10 @@ from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.collapse import SLOW_DOWN, setback_warning
-from cdc_plugin.training.distributed import SINGLE, Distributed
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.resume import check_resume_settings
 from cdc_plugin.training.run_folder import Run, read_state, save_run, write_state
-from cdc_plugin.training.runtime import Runtime
+from cdc_plugin.training.runtime import SINGLE, Distributed, Runtime
 from cdc_plugin.training.train import explain_error, roll_back
 from tests.helpers.in_step import in_step
 from tests.helpers.refiners import CPU, make, settings

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.checkpoints.read import locate, read_sidecars
 from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.config.schema import INPUT_FACTS
-from cdc_plugin.errors import UserError
 
 NOT_WRITTEN = "<not serializable>"  # what solo-learn writes for values that JSON cannot hold
 MISSING = "???"  # OmegaConf's own mark
@@ -149,23 +147,15 @@ def find_input_size(run: RunArgs) -> int | None:
     return run.crop_size
 
 
-def read_run_defaults(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a `RefineConfig` that the ``args.json`` of a solo-learn run implies; empty without one.
-
-    Args:
-        path: a checkpoint of the run, or its folder.
-    """
+def infer_settings(content: Any, folder: Path) -> dict[str, Any]:
+    """Return the fields of a `RefineConfig` that the ``args.json`` of a solo-learn run in a folder implies."""
     try:
-        start = Path(path).expanduser()
-        # In the folder or beside the file; else beside the checkpoint that is found below the folder.
-        beside = (file for file in (start / "checkpoint", start) if file.with_name("args.json").is_file())
-        file = next(beside, None) or locate(start)
-        run = parse_args(read_sidecars(file).get("args.json"))
-    except (OSError, ValueError, RecursionError, UserError):  # reading the weights will report it
-        return {}
+        run = parse_args(content)
+    except (ValueError, RecursionError):  # reading the weights will report it
+        run = None
     if run is None:
         return {}
-    implied, own = _find_data(run, file.parent.resolve()), dict(run.cdc)
+    implied, own = _find_data(run, folder), dict(run.cdc)
     # Where the run states its images, a recipe of another data set was chosen for its settings only; CIFAR-20 has the
     # files of CIFAR-100.
     place = PLACES.get(str(own.get("data")))

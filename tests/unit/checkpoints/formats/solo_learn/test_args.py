@@ -5,10 +5,11 @@ import pytest
 from cdc_plugin.checkpoints.formats.solo_learn.args import (
     find_input_size,
     find_statistics,
+    infer_settings,
     parse_args,
-    read_run_defaults,
     resolve_references,
 )
+from cdc_plugin.checkpoints.read import read_run_args
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -204,39 +205,39 @@ def test_run_on_a_named_data_set_implies_data_root_and_clusters(tmp_path, monkey
     (tmp_path / "datasets").mkdir()  # there, too, but without the data
     run = written(tmp_path / "project" / "trained_models" / "byol" / "x1", nested("cifar100"))
     expected = {"data": "cifar100", "data_root": str(tmp_path / "project" / "datasets"), "clusters": 100}
-    assert read_run_defaults(run) == expected
-    assert read_run_defaults(run / "run-ep=3.ckpt") == expected
-    assert read_run_defaults(run.parent) == expected  # the folder above, if it holds one run alone
+    assert infer_settings(*read_run_args(run)) == expected
+    assert infer_settings(*read_run_args(run / "run-ep=3.ckpt")) == expected
+    assert infer_settings(*read_run_args(run.parent)) == expected  # the folder above, if it holds one run alone
 
 
 def test_data_root_that_is_gone_is_left_out(tmp_path):
-    assert read_run_defaults(written(tmp_path, nested("stl10"))) == {"data": "stl10", "clusters": 10}
+    assert infer_settings(*read_run_args(written(tmp_path, nested("stl10")))) == {"data": "stl10", "clusters": 10}
 
 
 def test_custom_run_implies_its_folder_and_the_classes_it_counted(tmp_path):
     args = nested("custom")
     args["data"] |= {"train_path": str(tmp_path / "images"), "num_classes": 3}
     run = written(tmp_path / "run", args)
-    assert read_run_defaults(run) == {"clusters": 3}
+    assert infer_settings(*read_run_args(run)) == {"clusters": 3}
     (tmp_path / "images").mkdir()
-    assert read_run_defaults(run) == {"data": str(tmp_path / "images"), "clusters": 3}
+    assert infer_settings(*read_run_args(run)) == {"data": str(tmp_path / "images"), "clusters": 3}
     args["data"] |= {"no_labels": True, "num_classes": 1}
-    assert read_run_defaults(written(tmp_path / "run", args)) == {"data": str(tmp_path / "images")}
+    assert infer_settings(*read_run_args(written(tmp_path / "run", args))) == {"data": str(tmp_path / "images")}
     args["data"]["format"] = "h5"
-    assert read_run_defaults(written(tmp_path / "run", args)) == {}
+    assert infer_settings(*read_run_args(written(tmp_path / "run", args))) == {}
 
 
 def test_own_settings_in_the_arguments_win_over_what_is_derived(tmp_path):
     own = {"clusters": "${data.num_classes}", "epochs": 3, "lr_heads": None, "augment": {"flip": False}}
     args = nested("cifar100", cdc=own | {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2], "input_size": 64})
-    fields = read_run_defaults(written(tmp_path, args))
+    fields = infer_settings(*read_run_args(written(tmp_path, args)))
     assert fields == {"data": "cifar100", "clusters": 10, "epochs": 3, "augment": {"flip": False}}
-    assert read_run_defaults(written(tmp_path, nested(cdc="cifar10")))["clusters"] == 10
+    assert infer_settings(*read_run_args(written(tmp_path, nested(cdc="cifar10"))))["clusters"] == 10
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"dataset": 1}', "\x00", "[" * 100_000])
 def test_foreign_folders_imply_nothing(tmp_path, content):
     (tmp_path / "args.json").write_text(content)
-    assert read_run_defaults(tmp_path) == {}
-    assert read_run_defaults(tmp_path / "nothing" / "here.ckpt") == {}
-    assert read_run_defaults("timm:resnet18") == {}
+    assert infer_settings(*read_run_args(tmp_path)) == {}
+    assert infer_settings(*read_run_args(tmp_path / "nothing" / "here.ckpt")) == {}
+    assert infer_settings(*read_run_args("timm:resnet18")) == {}

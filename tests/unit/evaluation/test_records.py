@@ -5,7 +5,7 @@ from sklearn.metrics import normalized_mutual_info_score
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.evaluation.quality import find_trusted
-from cdc_plugin.evaluation.report_record import describe_run, measure
+from cdc_plugin.evaluation.records import describe_run, measure
 
 CPU = torch.device("cpu")
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
@@ -42,11 +42,16 @@ def test_trusted_samples_are_those_of_the_selection():
 
 def test_the_command_takes_the_settings_of_the_run_to_a_new_folder(tmp_path):
     config = RefineConfig(backbone="moco.pth", data="photos", clusters=2)
-    command = describe_run(config, tmp_path / "my run")["command"]
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / "config.yaml").write_text("clusters: 2\n")
+    described = describe_run(config, tmp_path / "my run")
+    assert described["settings"] == "clusters: 2\n"
+    command = described["command"]
     assert command == f"cdc-refine --recipe '{tmp_path}/my run/config.yaml' --out '{tmp_path}/my run-again'"
 
 
 @pytest.mark.parametrize("given", [{"backbone": "<Backbone>"}, {"data": "<ndarray>"}])
 def test_what_only_python_can_give_has_no_command(tmp_path, given):
     config = RefineConfig(**{"backbone": "moco.pth", "data": "photos", "clusters": 2, **given})
+    (tmp_path / "config.yaml").touch()
     assert describe_run(config, tmp_path)["command"] is None

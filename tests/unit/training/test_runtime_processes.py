@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.errors import DataError, UserError
-from cdc_plugin.training import distributed as distributed_module
-from cdc_plugin.training.distributed import SINGLE, Distributed, init_distributed, plan_shards, was_restarted
+from cdc_plugin.training import runtime as distributed_module
+from cdc_plugin.training.runtime import SINGLE, Distributed, init_distributed, plan_shards, was_restarted
 from tests.helpers.in_step import Silence, in_step
 
 

@@ -6,7 +6,7 @@ import torch
 
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.prediction_table import (
+from cdc_plugin.evaluation.records import (
     BLOCK,
     add_column,
     build_prediction_table,

@@ -1,9 +1,10 @@
-"""Predictions of a model, and what can be said of them with and without labels."""
+"""Build the records of a run: report.json and predictions.csv, and the figures in them with and without labels."""
 
 from __future__ import annotations
 
+import csv
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cdc_plugin.checkpoints.load import Loaded
-from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.recipes import DEMO_BACKBONE
 from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.core.mahalanobis import Prototypes
+from cdc_plugin.data.atomic import open_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row
 from cdc_plugin.training.run_folder import CONFIG
 
+BLOCK = 8192  # rows of a table that are formatted at once
 SCHEMA_VERSION = 1  # of every JSON file that the commands write: raised when a key changes its name or meaning
 
 
@@ -46,7 +50,7 @@ def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
-        "images": len(images),
+        "images": images.count,
         "clusters": clusters,
         "classes": None if labels is None else len(np.unique(labels)),
         "data": images.source,
@@ -96,7 +100,7 @@ def describe_run(config: RefineConfig, folder: Path) -> dict[str, Any]:
     words = ["cdc-refine", "--recipe", str(folder / CONFIG), "--out", f"{folder}-again"]
     return {
         "backbone": f"{backbone}{' (frozen)' if config.freeze_backbone else ''}",
-        "settings": to_yaml(config),
+        "settings": (folder / CONFIG).read_text(encoding="utf-8"),
         "command": None if in_python else shlex.join(words),
     }
 
@@ -155,3 +159,98 @@ def old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict
     figures |= {"writer": loaded.origin.writer, "clusters": old.shape[1]}
     figures["agreement_before"] = float((initial.argmax(axis=1) == old.argmax(axis=1)).mean())
     return {"figures": figures, "assignment": torch.from_numpy(old.argmax(axis=1))}
+
+
+def build_prediction_table(
+    names: Sequence[str],
+    clustering: NDArray[np.float32],
+    calibration: NDArray[np.float32],
+    more: Mapping[str, NDArray[Any]] | None = None,
+) -> np.recarray:
+    """Build one row per image from the probabilities (N, C) of both heads; ``more`` columns come last.
+
+    >>> probabilities = np.array([[0.25, 0.75], [0.5, 0.5]], dtype=np.float32)
+    >>> table = build_prediction_table(["a.png", "b.png"], probabilities, probabilities)
+    >>> table["cluster"].tolist(), table["confidence"].tolist()
+    ([1, 0], [0.75, 0.5])
+    """
+    return build_table(names, {**compute_prediction_columns(clustering, calibration), **(more or {})})
+
+
+def compute_prediction_columns(
+    clustering: NDArray[np.float32], calibration: NDArray[np.float32]
+) -> dict[str, NDArray[np.generic]]:
+    """Return the two most likely clusters of the calibration head and the confidences, from probabilities (N, C).
+
+    Of two clusters with the same probability the one with the lower number comes first.
+    """
+    first_two = np.argsort(-calibration, axis=1, kind="stable")[:, :2]
+    probabilities = np.take_along_axis(calibration, first_two, axis=1)
+    return {
+        "cluster": first_two[:, 0],
+        "confidence": probabilities[:, 0],
+        "clustering_confidence": clustering.max(axis=1),
+        "second_cluster": first_two[:, 1],
+        "second_confidence": probabilities[:, 1],
+    }
+
+
+def compute_outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArray[Any]]:
+    """Return how far images with these features (N, D) are from typical ones, and which exceed the limit."""
+    distance = prototypes.distance(features).cpu().numpy()
+    return {"distance": distance, "outlier": distance > prototypes.limit}
+
+
+def build_table(
+    names: Sequence[str], columns: Mapping[str, NDArray[Any]], name_column: str | None = None
+) -> np.recarray:
+    """Return names and columns as one table; the first column is called as `choose_name_column` says by default."""
+    header = [name_column or choose_name_column(names), *columns]
+    return np.rec.fromarrays([np.array(names, dtype=object), *columns.values()], names=header)  # type: ignore[call-overload]
+
+
+def choose_name_column(names: Iterable[str]) -> str:
+    """Return ``index`` where images are only numbered, else ``path``.
+
+    >>> choose_name_column(["0", "1"]), choose_name_column(["cats/0.png", "1"])
+    ('index', 'path')
+    """
+    return "index" if all(name.isdigit() for name in names) else "path"
+
+
+def add_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recarray:
+    """Return the table with one more column at its end."""
+    columns = table.dtype.names or ()
+    return np.rec.fromarrays([*(table[column] for column in columns), values], names=[*columns, name])  # type: ignore[call-overload]
+
+
+def concatenate_tables(tables: Iterable[np.recarray]) -> np.recarray:
+    """Return tables with the same columns as one."""
+    return np.concatenate(list(tables)).view(np.recarray)
+
+
+def write_table(path: Path, table: np.recarray) -> None:
+    """Write the table as CSV (UTF-8, with a header, numbers with 6 decimals, true and false as 1 and 0)."""
+    write_tables(path, [table])
+
+
+def write_tables(path: Path, tables: Iterable[np.recarray]) -> None:
+    """Write tables with the same columns as one CSV, as `write_table` does, with one table in memory at a time."""
+    with (
+        open_atomically(path) as temporary,
+        # File names need not be valid UTF-8; their bytes are written as they are.
+        open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        for number, table in enumerate(tables):
+            if number == 0:
+                writer.writerow(table.dtype.names or ())
+            for start in range(0, len(table), BLOCK):
+                rows = table[start : start + BLOCK].tolist()
+                writer.writerows([_format(value) for value in row] for row in rows)
+
+
+def _format(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    return f"{value:.6f}" if isinstance(value, float) else value
