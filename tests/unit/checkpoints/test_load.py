@@ -19,13 +19,8 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build, skeleton
 from cdc_plugin.models.backbone import Backbone
 
-SPEC = {
-    "family": "resnet",
-    "block": "basic",
-    "depths": [1, 1, 1, 1],
-    "widths": [4, 6, 8, 10],
-    "stem": {"kernel": 3, "stride": 1, "padding": 1, "pool": False},
-}
+SPEC = {"family": "resnet", "block": "basic", "depths": [1, 1, 1, 1], "widths": [4, 6, 8, 10]}
+SPEC |= {"stem": {"kernel": 3, "stride": 1, "padding": 1, "pool": False}}
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 

@@ -48,20 +48,12 @@ def test_refused_load_leaves_the_network_as_it_was():
     assert torch.equal(target[0].weight, before)
 
 
-def test_at_most_five_names_of_a_kind_are_listed():
-    state = network().state_dict() | {f"extra{number}": torch.ones(1) for number in range(9)}
-    with pytest.raises(UserError) as caught:
-        load_strictly(network(), state, "test")
-    assert "9 unexpected" in str(caught.value)
-    assert "extra4" in str(caught.value)
-    assert "extra5" not in str(caught.value)
-
-
-def test_the_error_holds_every_name_and_shape():
+def test_message_lists_five_names_of_a_kind_and_the_error_holds_all():
     state = network().state_dict() | {f"extra{number}": torch.ones(1) for number in range(9)}
     state["1.bias"] = torch.zeros(5)
-    with pytest.raises(WeightsMismatchError) as caught:
+    with pytest.raises(WeightsMismatchError, match=r"9 unexpected.*extra4") as caught:
         load_strictly(network(), state, "test")
+    assert "extra5" not in str(caught.value)
     assert len(caught.value.differences.unexpected) == 9
     assert caught.value.shapes == {"1.bias": ((5,), (4,))}
 

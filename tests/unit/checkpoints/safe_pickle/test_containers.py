@@ -90,18 +90,13 @@ def test_what_the_weights_only_loader_of_torch_opens_is_read_as_torch_reads_it(t
 
 def assert_same(ours, theirs):
     if isinstance(theirs, torch.Tensor):
-        assert (ours.dtype, ours.stride(), ours.storage_offset()) == (
-            theirs.dtype,
-            theirs.stride(),
-            theirs.storage_offset(),
-        )
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+        assert ours.storage_offset() == theirs.storage_offset()
         assert torch.equal(ours, theirs)
     elif isinstance(theirs, dict):
-        assert list(ours) == list(theirs)
-        for key, value in theirs.items():
-            assert_same(ours[key], value)
+        assert_same(list(ours), list(theirs))
+        assert_same(list(ours.values()), list(theirs.values()))
     elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
             assert_same(one, other)
     else:
@@ -205,15 +200,10 @@ def test_legacy_file_that_declares_more_than_it_has_is_refused(tmp_path):
     assert "more bytes than numbers" in refused(tmp_path / "c.pt")
     (tmp_path / "d.pt").write_bytes(whole[:-9])
     assert "damaged" in refused(tmp_path / "d.pt")
-
-
-def test_legacy_length_that_disagrees_is_refused(tmp_path):
-    torch.save(WEIGHTS, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-    whole = (tmp_path / "a.pt").read_bytes()
     length = struct.pack("<q", 24)
     assert whole.count(length) == 1
-    (tmp_path / "b.pt").write_bytes(whole.replace(length, struct.pack("<q", 23)))
-    assert "does not agree" in refused(tmp_path / "b.pt")
+    (tmp_path / "e.pt").write_bytes(whole.replace(length, struct.pack("<q", 23)))
+    assert "does not agree" in refused(tmp_path / "e.pt")
 
 
 NAMES = [

@@ -77,23 +77,13 @@ def test_names_that_no_checkpoint_needs_are_refused(name):
     [
         *("solo.methods.base.static_lr", "solo.utils.lr_scheduler.LinearWarmupCosineAnnealingLR", "typing.Any"),
         *("omegaconf.dictconfig.DictConfig", "omegaconf.base.ContainerMetadata", "argparse.Namespace"),
-        *(
-            "torch.optim.sgd.SGD",
-            "torch.optim.lr_scheduler.CosineAnnealingLR",
-            "torch.FloatStorage",
-            "torch.float8_e5m2",
-        ),
+        *("torch.optim.sgd.SGD", "torch.optim.lr_scheduler.CosineAnnealingLR", "torch.FloatStorage"),
+        *("torch.float8_e5m2", "yacs.config.CfgNode", "easydict.EasyDict", "addict.addict.Dict", "munch.Munch"),
         *("torch.distributed.fsdp.api.ShardingStrategy", "torch.nn.functional.relu", "torch.bfloat16", "torch.Size"),
         *("pytorch_lightning.utilities.parsing.AttributeDict", "lightning.fabric.utilities.data.AttributeDict"),
         *("lightly.loss.ntx_ent_loss.NTXentLoss", "lightly_train._methods.dino.DINOArgs", "timm.layers.drop.DropPath"),
-        *(
-            "yacs.config.CfgNode",
-            "easydict.EasyDict",
-            "addict.addict.Dict",
-            "munch.Munch",
-            "mmengine.config.ConfigDict",
-        ),
-        *("ml_collections.config_dict.config_dict.ConfigDict", "__main__.Config", "someone.conf.TrainConfig"),
+        *("mmengine.config.ConfigDict", "ml_collections.config_dict.config_dict.ConfigDict"),
+        *("__main__.Config", "someone.conf.TrainConfig"),
         *("numpy.float64", "numpy.dtype", "numpy.core.multiarray.scalar", "numpy.random._pickle.__randomstate_ctor"),
         *("__builtin__.long", "copy_reg._reconstructor", "builtins.frozenset", "pathlib._local.PosixPath"),
     ],
@@ -177,12 +167,8 @@ def test_numpy_paths_and_torch_types_become_plain(protocol):
     assert read_back(torch.Size([2, 3]), protocol) == (2, 3)
     assert read_back(torch.device("cpu"), protocol) == "cpu"
     assert read_back(torch.__version__, protocol) == str(torch.__version__)
-    for array in (
-        np.arange(6.0).reshape(2, 3),
-        np.asfortranarray(np.eye(3)[:2]),
-        np.arange(3, dtype=">i4"),
-        np.zeros(0),
-    ):
+    big_endian, by_column = np.arange(3, dtype=">i4"), np.asfortranarray(np.eye(3)[:2])
+    for array in (np.arange(6.0).reshape(2, 3), by_column, big_endian, np.zeros(0)):
         found = read_back({"a": array, "b": array}, protocol)
         np.testing.assert_array_equal(found["a"], array)
         assert found["a"] is found["b"]
@@ -236,20 +222,13 @@ def test_settings_of_omegaconf_are_read_without_it(protocol):
     assert payload_fields(record) == plain(record) == wanted
 
 
-def long_memo_index():
-    return b"\x80\x02Nr\xff\xff\xff\x7f."
-
-
 def nested_tuples(depth, end):
     return b"\x80\x02}" + b")" + b"\x85" * depth + end
 
 
 def doubled_lists(times):
-    return (
-        b"\x80\x02]"
-        + b"".join(b"q" + bytes([i]) + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(times))
-        + b"."
-    )
+    numbers = [bytes([number]) for number in range(times)]
+    return b"\x80\x02]" + b"".join(b"q" + n + b"](h" + n + b"h" + n + b"e" for n in numbers) + b"."
 
 
 @pytest.mark.parametrize(
@@ -284,4 +263,4 @@ def test_pickles_with_instructions_without_end_are_given_up(monkeypatch):
 
 
 def test_memo_numbers_cost_no_memory():
-    assert read(long_memo_index()) is None
+    assert read(b"\x80\x02Nr\xff\xff\xff\x7f.") is None
