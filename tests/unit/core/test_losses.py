@@ -56,6 +56,8 @@ def test_losses_agree_with_numpy():
     assert soft_target_loss(logits, targets).item() == pytest.approx(cross_entropy)
     assert negative_entropy(logits).item() == pytest.approx(entropy)
     assert calibration_loss(logits, targets, 0.3).item() == pytest.approx(cross_entropy + 0.3 * entropy)
+    other = calibration_loss(logits, targets, 0.3, lambda x, goal: 2 * soft_target_loss(x, goal))
+    assert other.item() == pytest.approx(2 * cross_entropy + 0.3 * entropy)
     labels, mask = np.arange(12) % 4, np.arange(12) % 3 > 0
     picked = -np.log(probs[np.arange(12), labels])[mask].mean()
     assert pseudo_label_loss(logits, torch.from_numpy(labels), torch.from_numpy(mask)).item() == pytest.approx(picked)
