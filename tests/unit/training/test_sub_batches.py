@@ -28,13 +28,6 @@ def test_of_four_neighbours_one_is_left_out_and_a_trusted_one_only_where_all_are
             assert kept[first : first + 4].tolist() == expected
 
 
-def test_blocks_of_neighbours_do_not_see_each_other():
-    trusted = torch.rand(40, generator=torch.Generator().manual_seed(0)) < 0.7
-    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
-    moved = trusted.view(10, 4)[order].flatten()
-    assert torch.equal(keep_for_training(moved), keep_for_training(trusted).view(10, 4)[order].flatten())
-
-
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_sub_batches_of_several_processes_are_those_of_one(size, fast):
