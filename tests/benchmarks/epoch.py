@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from material import digits_file, resnet18
-from measure import Found, Limit, Setting, Stopwatch, timed
+from measure import RUN_FLAGS, Found, Limit, Setting, Stopwatch, timed
 from torch import Tensor, nn
 
 from cdc_plugin import pipeline
@@ -75,19 +75,15 @@ def _run(
     """A run under the stopwatch; the floor in seconds beside it."""
     watch, floor = Stopwatch(setting.device, whole=(EVALUATION, FLOOR)), _Floor(setting.device)
     with tempfile.TemporaryDirectory() as folder:
-        flags: dict[str, Any] = {
+        flags: dict[str, Any] = RUN_FLAGS | {
             "data": setting.data or str(digits_file(Path(folder), batch * count)),
             "backbone": setting.backbone or "<ResNet-18>",
-            "clusters": 10,
             "out": str(Path(folder) / "run"),
             "device": setting.device,
             "epochs": EPOCHS,
             "batch_size": batch,
             "sub_batch_size": batch // 2,
             "mini_clusters": batch // 2,
-            "augment.flip": False,
-            "augment.crop_scale": 0.4,
-            "on_collapse": "warn",
         }
         config = configure(None, flags, (*words, *setting.words))
         with _instruments(watch, floor):

@@ -150,6 +150,10 @@ def timed(watch: Stopwatch, places: Sequence[tuple[Any, str, Section]]) -> Itera
         yield
 
 
+# Settings of every run that is measured: nothing is left to be chosen, and random weights may collapse.
+RUN_FLAGS = {"clusters": 10, "augment.flip": False, "augment.crop_scale": 0.4, "on_collapse": "warn"}
+
+
 def cpu_seconds(work: Callable[[], object], repeats: int = 1, warm: bool = True) -> float:
     """Least CPU time of one call; after one that is not counted, unless the work is so long that it does not matter."""
     if warm:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import Found, Limit, Setting, child_environment, command_seconds, peak_memory
+from measure import RUN_FLAGS, Found, Limit, Setting, child_environment, command_seconds, peak_memory
 
 MEGABYTE = 1 << 20
 FLAT = 1.2  # times the memory for ten times the images
@@ -71,19 +71,8 @@ def _child(images: str, out: str, words: list[str]) -> None:
     torch.set_num_threads(1)
     layers = (nn.Conv2d(3, 16, 8, stride=8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     backbone = Backbone(nn.Sequential(*layers), 16, (0.31,) * 3, (0.35,) * 3, 32)
-    flags = {
-        "data": images,
-        "backbone": "<tiny>",
-        "clusters": 10,
-        "out": out,
-        "epochs": 1,
-        "hidden": 64,
-        "batch_size": 1000,
-        "mini_clusters": 100,
-        "augment.flip": False,
-        "augment.crop_scale": 0.4,
-        "on_collapse": "warn",
-    }
+    small = {"epochs": 1, "hidden": 64, "batch_size": 1000, "mini_clusters": 100}
+    flags = {**RUN_FLAGS, **small, "data": images, "backbone": "<tiny>", "out": out}
     pipeline.run(configure(None, flags, words), module=backbone, overwrite=True)
     print(json.dumps({"peak": peak_memory()}))
 

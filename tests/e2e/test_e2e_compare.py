@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers.commands import end_when, read_table, refuse, succeed
+from tests.helpers.commands import end_when, read_table, succeed
 
 SMALL = ["hidden=16", "batch_size=60", "sub_batch_size=30", "--device", "cpu"]
 
@@ -68,8 +68,10 @@ def test_two_sets_of_images_stand_in_one_table(tiny_checkpoint, images, digits, 
         (["--demo", "--methods", "cdc", "hiden=3"], "did you mean hidden?"),
     ],
 )
-def test_mistakes_cost_one_line_and_leave_nothing_behind(words, expected, tmp_path):
-    assert expected in refuse("compare", *words, cwd=tmp_path)
+@pytest.mark.usefixtures("_log_as_before")
+def test_mistakes_cost_one_line_and_leave_nothing_behind(words, expected, refuse, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refuse("compare", *words, "--quiet")
     assert not list(tmp_path.rglob("*"))
 
 
