@@ -11,7 +11,7 @@ from cdc_plugin.cli.predict import predict_command
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation import predict_resume as prediction_parts
-from cdc_plugin.evaluation import prediction_table as tables
+from cdc_plugin.evaluation import records as tables
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 from tests.helpers.commands import read_table

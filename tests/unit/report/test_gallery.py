@@ -362,6 +362,9 @@ def test_an_image_that_comes_up_again_is_encoded_once_and_keeps_both_captions():
     reads = []
 
     class Counted:
+        def __len__(self) -> int:
+            return 3
+
         def __getitem__(self, index: int) -> np.ndarray:
             reads.append(index)
             return slope(32, 32)

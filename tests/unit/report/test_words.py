@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from cdc_plugin.metrics.rejection import accept_to_target
 
+from cdc_plugin.metrics.confidence import accept_to_target
 from cdc_plugin.report.page_data import ClusterFigures
 from cdc_plugin.report.words import (
     TARGET,
