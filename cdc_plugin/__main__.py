@@ -4,8 +4,6 @@
 ``torchrun --nproc-per-node 4 -m cdc_plugin predict ...``.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

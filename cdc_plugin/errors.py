@@ -1,7 +1,5 @@
 """Exceptions that a user can cause and mend; the command line turns them into one line and exit code 2."""
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any
 

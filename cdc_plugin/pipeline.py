@@ -1,7 +1,5 @@
 """Run the self-labeling stage as a straight line, from checkpoint and images to the result folder: read `run` first."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

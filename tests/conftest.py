@@ -1,7 +1,5 @@
 """What several tests share: small real images, a tiny network, and threads that do not fight over cores."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Find the backbone inside a larger model's weights, and distinguish a network from its moving average."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

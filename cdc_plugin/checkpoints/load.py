@@ -1,7 +1,5 @@
 """The one call that turns a path into a network; the formats it asks are in the table of ``formats``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

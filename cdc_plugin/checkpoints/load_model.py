@@ -1,7 +1,5 @@
 """Load a clustering model: a result of ``cdc-refine``, or a checkpoint of another method with its head."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Load weights into a network completely or not at all: every name and shape must agree, or the error says which."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

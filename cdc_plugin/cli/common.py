@@ -3,8 +3,6 @@
 Nothing heavy is imported before the arguments are understood: ``--help`` answers at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The command ``cdc-export``: arguments to a call of ``export_model``; what was written is printed."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command ``cdc-inspect``: a checkpoint's facts, and with images its fitness, on one screen or as JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run one cell of a comparison: a method, a seed and a set of images become a record of figures on disk."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

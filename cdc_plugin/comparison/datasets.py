@@ -3,8 +3,6 @@
 All of it lies below ``shared`` in the result folder, where every process and every restart finds it again.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace

@@ -1,7 +1,5 @@
 """Write the table of methods as CSV, Markdown, LaTeX (booktabs) and text for the terminal."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Run all cells of a comparison: in order, in parallel if asked for, and never twice."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

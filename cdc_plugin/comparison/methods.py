@@ -4,8 +4,6 @@ A method is a training (`comparison.train`) and settings. ``cdc:mini_clusters=40
 ``scan2+cdc`` is CDC as a second stage after an opponent.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Read what a user asks of a comparison: recipes of tables, methods and seeds."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass
 from typing import Any

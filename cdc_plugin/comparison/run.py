@@ -1,7 +1,5 @@
 """Run a comparison from the request to tables and a page: read `run_comparison` first."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

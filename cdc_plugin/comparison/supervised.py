@@ -5,8 +5,6 @@ shows how far label-free figures are from the ceiling. Figures are reported on t
 comparison imports this module.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

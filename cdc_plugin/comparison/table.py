@@ -1,7 +1,5 @@
 """Turn the records of finished cells into rows of a table: mean and deviation of every figure over the seeds."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path

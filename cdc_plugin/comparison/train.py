@@ -1,7 +1,5 @@
 """How each method trains. All start from the same backbone, features and views, with the same rates and epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial

@@ -1,7 +1,5 @@
 """Say in sentences what the table shows: which row is best, which is calibrated, and where CDC loses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

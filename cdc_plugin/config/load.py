@@ -3,8 +3,6 @@
 Everything that is wrong with them is reported at once, each with the nearest valid name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import operator

@@ -1,7 +1,5 @@
 """The shipped recipes, and the settings of the embedded demo: real handwritten digits and a backbone for them."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 from typing import Any

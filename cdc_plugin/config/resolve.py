@@ -1,7 +1,5 @@
 """Turn what was asked for into what a run uses: every open choice is made here, once, without labels."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measure an assignment to clusters without labels: agreement with another one, neighbours, separation."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ Plain matrix products, so that the same lines run on any device. The k-means++ s
 scikit-learn: of a few random candidates the one that lowers the inertia most becomes the next centre.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Compute the losses of both heads (Eqs. 1-3 and 5), and of calibrations that CDC is compared with (Sec. 4.2)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

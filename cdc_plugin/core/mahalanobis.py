@@ -5,8 +5,6 @@ nearest cluster is not bound in this way. It is the Mahalanobis distance with on
 al. 2018), on features of unit length, since the length of features says little about foreign images.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -12,8 +12,6 @@ Differences from the released code, with the accuracy right after initialisation
   92 % confident at 55 % accuracy on Fashion-MNIST.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Draw independent random streams by purpose, so that none depends on what ran before."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Tables of objects by name: a recipe or a command line names an entry and never a path to code."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """Compute targets of the calibration head: mean predictions of mini-clusters (Sec. 3.1), or hard pseudo-labels."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

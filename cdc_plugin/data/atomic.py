@@ -1,7 +1,5 @@
 """Write files that are never half-written."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -6,8 +6,6 @@ recently used entries are removed first. All entries are complete or absent, and
 that use one have it open. Rows are mapped into memory, so that the system decides which of them stay there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

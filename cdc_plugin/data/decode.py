@@ -1,7 +1,5 @@
 """Decode image files to 8-bit RGB, whatever their mode, depth and orientation, and make squares of one size of them."""
 
-from __future__ import annotations
-
 import io
 import os
 from typing import BinaryIO

@@ -1,7 +1,5 @@
 """Open any source of images as one square uint8 array, so that views are computed in batches on the device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field

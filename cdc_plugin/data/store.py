@@ -1,7 +1,5 @@
 """Read the images of a source as squares of one size, and keep them: in memory, or beyond 64 MB in the cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

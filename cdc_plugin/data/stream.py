@@ -1,7 +1,5 @@
 """Read images of any source chunk by chunk: memory does not grow with their number, and labels are never looked at."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

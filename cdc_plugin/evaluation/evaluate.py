@@ -3,8 +3,6 @@
 Nothing is trained or changed, and ground truth is for the report only.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

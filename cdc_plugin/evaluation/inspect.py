@@ -1,7 +1,5 @@
 """Inspect a checkpoint: what it is, whether it loads completely, and whether it suits a set of images."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Measure a backbone without labels: collapse of its features, and neighbours that survive a change of the view."""
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import dataclass

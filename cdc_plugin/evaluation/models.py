@@ -1,7 +1,5 @@
 """Open a clustering model of any origin, together with what its own run wrote about it."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Measure a run where it begins and where it ends, and write every result."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

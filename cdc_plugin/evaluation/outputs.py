@@ -1,7 +1,5 @@
 """Run a model on images, measure its outputs, and score how well it recognises images from elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Predict clusters for new images, chunk by chunk: no image is kept in memory after its prediction."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

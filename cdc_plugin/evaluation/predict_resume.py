@@ -4,8 +4,6 @@ Finished parts lie in a hidden folder beside the output, one file per part, writ
 a digest of everything the part depends on, so that parts of another model or of other images are never mixed in.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -5,8 +5,6 @@ clusters. Where the opinions differ, the card warns; where they agree, the clust
 a user has in mind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

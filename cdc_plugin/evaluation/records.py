@@ -1,7 +1,5 @@
 """Build the records of a run: report.json and predictions.csv, and the figures in them with and without labels."""
 
-from __future__ import annotations
-
 import csv
 import shlex
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 It runs as a separate command, so that nothing in it can harm the pretraining.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

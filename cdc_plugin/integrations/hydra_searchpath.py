@@ -3,8 +3,6 @@
 The wheel puts this file into ``hydra_plugins``, the only package where Hydra looks for plug-ins (pyproject.toml).
 """
 
-from __future__ import annotations
-
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 

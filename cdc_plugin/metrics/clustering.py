@@ -3,8 +3,6 @@
 Labels and cluster numbers are arbitrary integers, and there may be more clusters than classes or fewer.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

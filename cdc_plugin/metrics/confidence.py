@@ -9,8 +9,6 @@ Selective prediction accepts the images that a model is sure of and leaves the o
 count as the table states them, in millionths: what is accepted is what the numbers in the file say, and sums are exact.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Scores are any finite numbers, higher = more inside: the largest probability (th
 distance. The inside images are the positive class in all three figures.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 

@@ -1,7 +1,5 @@
 """Rows of a table of methods: means and deviations over seeds, how they read, and which of them are best."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """All figures of a set of predictions in one dictionary; shares and errors are fractions of 1."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

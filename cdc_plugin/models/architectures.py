@@ -1,7 +1,5 @@
 """Build networks from plain records: a spec fits in JSON, so that a result folder can rebuild its backbone."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Define a backbone with its input convention; the heads that stand on it are in ``heads``."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

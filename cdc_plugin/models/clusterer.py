@@ -1,7 +1,5 @@
 """Define a refined model: backbone, both heads, and the files it is written to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

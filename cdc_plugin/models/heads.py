@@ -1,7 +1,5 @@
 """Define clustering heads: the one of Sec. 3.3 and those that other methods trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

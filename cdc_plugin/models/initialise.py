@@ -1,7 +1,5 @@
 """Build the heads that a run starts with: from feature prototypes (Sec. 3.3) or from an older clustering model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Which images are shown is a pure function of the predictions, never of labels, a
 Pictures are inside the page itself, as data URIs, within a number of bytes that is fixed beforehand.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence

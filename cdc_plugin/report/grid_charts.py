@@ -1,7 +1,5 @@
 """Methods below each other, a dot with whiskers or a bar each: small panels in the same order, to be read across."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from markupsafe import Markup

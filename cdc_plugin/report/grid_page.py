@@ -1,7 +1,5 @@
 """The page of a comparison of methods: sentences, tables, small charts, and a reliability diagram per row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The page that shows several models side by side."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

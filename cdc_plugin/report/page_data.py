@@ -1,7 +1,5 @@
 """Plain records that a page is made of. Labels are in here for the report and for nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of one model: a single file, complete in itself, that loads nothing and runs no script."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from datetime import date

@@ -1,7 +1,5 @@
 """Numbers, tables and sentences as people read them: everything here is text, ready for a page."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Make views of the images: batches for the training loop, cached features of a frozen backbone, second looks."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 

@@ -3,8 +3,6 @@
 All functions are pure and see no labels: a resumed run, which has the same history, is judged the same.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

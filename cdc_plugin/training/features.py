@@ -1,7 +1,5 @@
 """Extract features of all images, in memory or on disk, and apply heads and k-means to them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Plan a run for ``--dry-run``: the inputs are looked at, nothing is computed and no result is written."""
 
-from __future__ import annotations
-
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size
 from cdc_plugin.config.resolve import (
     ResolvedConfig,

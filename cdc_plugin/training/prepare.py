@@ -1,7 +1,5 @@
 """Do what comes before training: open and check the inputs, extract features, initialise the heads."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

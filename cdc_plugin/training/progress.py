@@ -1,7 +1,5 @@
 """Report a run in progress: train.log, metrics.jsonl, and a progress bar on a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -5,8 +5,6 @@ plain features are cut into mini-clusters, which gives soft targets. Per sub-bat
 head on the strong views, one step of the calibration head on the plain features (`steps.step_dual_heads`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

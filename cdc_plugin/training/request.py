@@ -1,7 +1,5 @@
 """Find out what a run is asked to do; torch is imported only where a backbone is named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Resume a run from the state of its last finished epoch; the checkpoint it began with is no longer needed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

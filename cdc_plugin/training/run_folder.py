@@ -1,7 +1,5 @@
 """Keep a run on disk: the folder it writes to, and the state it is resumed from."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

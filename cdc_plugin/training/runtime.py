@@ -5,8 +5,6 @@ so that all processes see the whole batch for selection, targets and heads; grad
 `torch.nn.parallel.DistributedDataParallel`. One, two or three processes end within rounding of each other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -3,8 +3,6 @@
 A command ends at once, as by Ctrl-C; while it trains it may ask for time to save its state: `noticing_termination`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Take one step on a sub-batch: that of CDC, and those of the ablations (Tab. 3) which it is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

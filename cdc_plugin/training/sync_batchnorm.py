@@ -4,8 +4,6 @@ On CUDA the layers become torch's own `SyncBatchNorm`, which takes CUDA tensors 
 BatchNorm layers call is replaced while the network runs, so that the network itself stays as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Train a run from where it stands: save after every epoch, stop when asked, roll back from a loss that is NaN."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

@@ -3,8 +3,6 @@
 Run on demand: ``python tests/benchmarks/fuzz_checkpoints.py FILE... --count 500``. Exit code 1 if a file fell through.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import random

@@ -1,7 +1,5 @@
 """What is measured on: a ResNet-18 with random weights, real digits as often as needed, features of known clusters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How things are measured here: CPU time of one thread, device time on GPUs, peak memory, growth, limits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -4,8 +4,6 @@ Prints the CPU seconds that N samples in C clusters take, and whether they keep 
 not. Run it with OMP_NUM_THREADS=1: CPU seconds of one thread, so that other work on the machine matters little.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -7,8 +7,6 @@ tests mapped to it. Survivors are printed, and the exit code is then 1.
 """
 
 # ruff: noqa: E501
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The parts of a run by themselves: k-means against scikit-learn, initialisation, and how all of them grow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

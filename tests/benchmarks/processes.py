@@ -3,8 +3,6 @@
 As a command of its own it is the run that is measured: ``processes.py IMAGES FOLDER key=value...`` prints its peak.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

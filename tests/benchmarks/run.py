@@ -4,8 +4,6 @@ Prints tables, then everything as JSON; exits with 1 if a limit is broken. One t
 work on the machine matters little; figures of other machines differ, ratios hardly.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -3,8 +3,6 @@
 With a pattern, as in ``... 'resnet*'``, nothing is written: it prints whether the shipped table has these models.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """One, two and three processes train the same network: the same images are selected, and weights agree to rounding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

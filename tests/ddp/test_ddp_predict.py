@@ -1,7 +1,5 @@
 """Several processes of ``torchrun`` sort images as one process does."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

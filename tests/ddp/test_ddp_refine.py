@@ -1,7 +1,5 @@
 """Several processes of ``torchrun`` train one network: they agree with each other; one of them writes and prints."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

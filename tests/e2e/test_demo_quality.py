@@ -1,7 +1,5 @@
 """What the demo promises, measured on whole runs (a minute or two each): ``pytest -m slow``."""
 
-from __future__ import annotations
-
 from functools import cache
 from tempfile import TemporaryDirectory
 from typing import Any

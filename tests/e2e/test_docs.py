@@ -1,7 +1,5 @@
 """What the README and the notebooks tell people to type works."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

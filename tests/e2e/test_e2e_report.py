@@ -1,7 +1,5 @@
 """The pages in a real browser: they open quietly, fetch nothing, fit a phone and a desk, and need no script."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

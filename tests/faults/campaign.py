@@ -3,8 +3,6 @@
 Prints a table, and writes it as JSON with ``--json FILE``; exits with code 1 if any result differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """The run that all faults disturb, and its undisturbed result."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

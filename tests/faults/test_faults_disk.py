@@ -1,7 +1,5 @@
 """Full disks, folders that cannot be written to, and files that disappear."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """kill -9 at chosen and at random moments: only the current epoch is lost, and no incomplete file is accepted."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

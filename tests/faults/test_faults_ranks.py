@@ -1,7 +1,5 @@
 """One of two processes dies: torchrun restarts the run, or all processes end; none is left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 result. SIGUSR1, which SLURM can send earlier, means the same.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 

@@ -1,7 +1,5 @@
 """Losses that are no numbers, and memory that is not enough."""
 
-from __future__ import annotations
-
 import json
 import math
 

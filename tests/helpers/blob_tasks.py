@@ -1,7 +1,5 @@
 """Build a task that takes a second: "images" are points around three centres, views are the points with noise."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

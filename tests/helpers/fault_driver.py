@@ -3,8 +3,6 @@
 As a script (``fault_driver.py FAULTS WORD...``) it can be started by ``torchrun``, too.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Start runs in which something fails, and compare what they leave with an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Several processes of a run as threads of one: each asks the others for the same, in step."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable

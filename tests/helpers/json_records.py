@@ -1,7 +1,5 @@
 """What every JSON file of the package has in common: it follows report.schema.json, and its keys are identifiers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Several processes of a run, as ``torchrun`` starts them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

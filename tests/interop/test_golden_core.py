@@ -1,7 +1,5 @@
 """The mathematics against numbers computed by the released CDC code on fixed inputs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Predictions read by the tools that they are written for; each test is skipped where its tool is not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

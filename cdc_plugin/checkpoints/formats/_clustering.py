@@ -1,7 +1,5 @@
 """Shared by the formats of clustering networks: ResNets, heads, and the input conventions of their data sets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

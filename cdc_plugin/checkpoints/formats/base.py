@@ -1,7 +1,5 @@
 """The contract between the loader and a format: what a format is given, and what it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

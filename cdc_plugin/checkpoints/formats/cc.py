@@ -1,7 +1,5 @@
 """Contrastive Clustering (CC; Li et al., 2021) and its successor TCL (2022)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

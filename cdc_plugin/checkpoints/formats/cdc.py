@@ -1,7 +1,5 @@
 """Files of the code that CDC's authors released: clustering network in ``model``, calibration head in ``cali_mlp``."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from cdc_plugin.checkpoints.formats import _clustering as clustering

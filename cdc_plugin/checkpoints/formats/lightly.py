@@ -4,8 +4,6 @@ lightly leaves the model to its user: a Lightning module with a ``backbone`` of 
 often as nn.Sequential with numbers for names. MoCo, DINO, SwAV, BYOL and others keep theirs below a prefix too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

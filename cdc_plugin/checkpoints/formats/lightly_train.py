@@ -1,7 +1,5 @@
 """lightly-train: exported models, and the training checkpoints that hold a student, a teacher and whole modules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

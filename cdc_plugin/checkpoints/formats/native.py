@@ -1,7 +1,5 @@
 """Result folders of this package: weights in ``model.safetensors``, the model's description in ``model.json``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

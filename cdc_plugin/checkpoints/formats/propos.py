@@ -1,7 +1,5 @@
 """ProPos (Huang et al., 2022): two encoders and no clustering head, because its clusters come from k-means."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cdc_plugin.checkpoints.formats._clustering import CIFAR_STEM, IMAGENET, STL10, find_cifar, load_resnet, top_names

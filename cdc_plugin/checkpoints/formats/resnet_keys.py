@@ -1,7 +1,5 @@
 """ResNets that were saved under other names than torchvision's: by position in a list, or with ``shortcut``."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

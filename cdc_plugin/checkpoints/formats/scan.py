@@ -3,8 +3,6 @@
 NNM and other methods built on its code use the same names.
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from cdc_plugin.checkpoints.formats import _clustering as clustering

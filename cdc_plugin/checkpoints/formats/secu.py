@@ -1,7 +1,5 @@
 """SeCu (Qian, 2023), with size or entropy constraint: an encoder with projection, and cluster centres of many sizes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Files of MoCo's own code have the same names and are read here as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """State dicts with torchvision's names: any ResNet by its shapes, other classifiers by comparison with the library."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Heads on embeddings that another network computed: images cannot reach them, so they are named and refused."""
 
-from __future__ import annotations
-
 from cdc_plugin.checkpoints.formats._clustering import top_names
 from cdc_plugin.checkpoints.formats.base import Loaded, Wanted
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields

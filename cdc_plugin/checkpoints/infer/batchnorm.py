@@ -4,8 +4,6 @@ A network that is rebuilt or fed otherwise than in its training shows other acti
 variants of a network; ``resolve`` decides with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ convolution gives, the more the smaller the map: each side tap meets padding in 
 remembers those means, so the pool and the side n of the last maps can be read off them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

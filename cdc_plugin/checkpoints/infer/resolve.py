@@ -4,8 +4,6 @@
 time, stated ones included, and only reports.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

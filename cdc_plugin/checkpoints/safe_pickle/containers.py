@@ -4,8 +4,6 @@ Newer files are zip archives with a checksum for every tensor, which torch ignor
 Older ones are a sequence of pickles followed by the raw numbers; of those, at least every length must agree.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import mmap

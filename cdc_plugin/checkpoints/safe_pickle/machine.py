@@ -8,8 +8,6 @@ more. Here ``pickletools`` decodes the instructions, and they are carried out on
 on the stack, so none can be called.
 """
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ No name is ever looked up: nothing is imported, nothing is called. A name on the
 what the pickle says of the object; any other name is refused before anything of it is made.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING

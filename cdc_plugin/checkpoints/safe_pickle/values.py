@@ -1,7 +1,5 @@
 """Build the values that a checkpoint's pickle is made of: tensors, numpy arrays and numbers, paths, bytes."""
 
-from __future__ import annotations
-
 import math
 import pathlib
 import pickle

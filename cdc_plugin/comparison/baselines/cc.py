@@ -4,8 +4,6 @@ As in its paper two heads with random weights and one hidden layer stand on the 
 outputs and a cluster head of C probabilities. The backbone is fine-tuned, as in CDC's comparison.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 A baseline builds heads by `build_random_heads` and gives `train_epochs` a function that returns the loss of a step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """SCAN (Van Gansbeke et al., 2020): clustering by nearest neighbours, then self-labelling by a fixed threshold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

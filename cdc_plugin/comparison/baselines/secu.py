@@ -13,8 +13,6 @@ SeCu trains from scratch; here it starts from a pretrained backbone, as all othe
   mean confidence of 32 against 48 % (a run each).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ SPICE continues with FixMatch on the images whose neighbours have the same label
 whole network under a fixed threshold, as in `baselines.scan.train_self_label` and the selection ``fixed``.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

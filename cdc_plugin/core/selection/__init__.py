@@ -1,7 +1,5 @@
 """Select pseudo-labels to trust: CDC's confidence-aware selection (Sec. 3.2, Eq. 4), and all selections by name."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ CDC tries them in its appendix ("Moderately Confident Samples"). Their authors f
 samples of the batch replace the labelled and highly confident ones, and there are no averages over batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Define what every selection of pseudo-labels takes and returns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

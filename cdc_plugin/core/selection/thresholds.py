@@ -4,8 +4,6 @@ CDC is compared with the last two in its appendix ("Dynamic Thresholding in SSL"
 so FreeMatch's fairness loss is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

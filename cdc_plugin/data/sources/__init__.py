@@ -1,7 +1,5 @@
 """Find out what kind of source the user named: a data set, a folder, files, shards, arrays or Python objects."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Describe images in arrays: in memory, in tensors, and in .npy and .npz files, read at once or block by block."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import zipfile

@@ -1,7 +1,5 @@
 """Describe image folders, flat or nested, with or without class sub-folders, and plain lists of image files."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

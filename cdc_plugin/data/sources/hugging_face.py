@@ -3,8 +3,6 @@
 Needs ``pip install cdc-plugin[data]``. Labels are for reporting only.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

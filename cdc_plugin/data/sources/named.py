@@ -4,8 +4,6 @@ Nothing is downloaded here. Files are looked for below ``root``, else the folder
 CDC_DATA names, else ``data`` in the working directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace

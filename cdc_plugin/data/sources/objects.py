@@ -1,7 +1,5 @@
 """Describe images held by Python objects: a map-style torch data set, or a list of PIL images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

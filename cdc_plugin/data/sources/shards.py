@@ -1,7 +1,5 @@
 """Describe tar shards, as webdataset writes them: images are read at their place there, and nothing is unpacked."""
 
-from __future__ import annotations
-
 import glob
 import json
 import logging

@@ -4,8 +4,6 @@ A batch is handled at once, with parameters of its own for every image. All of t
 generator and then moved, so that a seed gives the same views on every device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ Colour operations take and return uint8 images (n, 3, H, W) and equal Pillow's o
 level of rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ As in `data.views` a batch is handled at once, on its device, with parameters of
 them are drawn from one CPU generator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """From the answers in audit.csv (yes and no, or names of classes) to a bound on the accuracy of all images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Draw the images to label by hand: spread evenly over the confidences, each with the same chance."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

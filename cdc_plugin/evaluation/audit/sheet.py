@@ -1,7 +1,5 @@
 """audit.csv: the drawn images with a column for the answers, as it is written and as people return it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

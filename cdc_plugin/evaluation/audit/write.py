@@ -1,7 +1,5 @@
 """The folder of an audit: audit.csv, and audit.html with every drawn image beside typical ones of its cluster."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ CVAT does not import a CSV of classes. It imports tags with attributes from "CVA
 the same for tools and scripts that read tables.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -1,7 +1,5 @@
 """Predictions as one file for another tool, Parquet, Label Studio or FiftyOne, and what such files have in common."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

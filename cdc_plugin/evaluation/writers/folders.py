@@ -6,8 +6,6 @@ OUT/cluster 03/unsure/     those not selected, if the table has that column
 OUT/outliers/              those unlike the images of the run, if the table has that column
 """
 
-from __future__ import annotations
-
 import csv
 import errno
 import os

@@ -1,7 +1,5 @@
 """Write a refined network so that other libraries load it; every export is read back and compared first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A description beside the weights lets this package read an export back exactly: 
 and std.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

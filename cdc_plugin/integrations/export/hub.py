@@ -1,7 +1,5 @@
 """Export the whole model as a folder for the Hugging Face hub, with a model card; it also loads offline."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export the whole model as one ONNX graph: from images in [0, 1] to calibrated probabilities and features."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

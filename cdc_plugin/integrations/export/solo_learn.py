@@ -1,7 +1,5 @@
 """Export a backbone as a run folder of solo-learn: a ``.ckpt`` for its linear evaluation and its ``args.json``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

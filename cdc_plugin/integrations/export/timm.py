@@ -1,7 +1,5 @@
 """Export a backbone for timm: ``model.safetensors`` and ``config.json``, as on the Hugging Face hub."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Export a backbone as a state dict for ``torchvision.models``, also with the small stems of low-resolution images."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Figures that needed ground truth are kept apart from those that did not. Only na
 folders they are in: the card is for others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 timm's differs in more than names: it averages before the last normalisation, so that features are other numbers.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any

@@ -2,8 +2,6 @@
 solo-learn's. Both name their weights alike.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Train the pretext stage: two views of every batch, one step, and nothing that could see a label."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Build the three pretext tasks of the paper, of lightly's parts: two views in, a loss and the embedding out."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

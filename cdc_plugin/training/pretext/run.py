@@ -1,7 +1,5 @@
 """Run the pretext stage, from images to a folder that ``cdc-refine --backbone`` takes: read `pretrain` first."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """CSV, Markdown, LaTeX and terminal text of the same rows: figures, marks, escapes and structure."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

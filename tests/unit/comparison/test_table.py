@@ -1,7 +1,5 @@
 """Records to rows: order, means and deviations worked out by hand, and what is undefined or missing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

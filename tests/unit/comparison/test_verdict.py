@@ -1,7 +1,5 @@
 """Sentences from rows: who is best, whether CDC's calibration head is, and every row that it loses to."""
 
-from __future__ import annotations
-
 from cdc_plugin.comparison.table import Row, Value
 from cdc_plugin.comparison.verdict import judge_rows
 

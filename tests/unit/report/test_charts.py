@@ -1,7 +1,5 @@
 """Charts are checked by reading the drawing back: where do bars and points lie, and what do labels say?"""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np

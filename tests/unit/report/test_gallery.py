@@ -1,7 +1,5 @@
 """What the page shows of the images: cards, confused pairs, what to look at first, and how the pictures are made."""
 
-from __future__ import annotations
-
 import base64
 import io
 from dataclasses import replace

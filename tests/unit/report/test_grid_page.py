@@ -1,7 +1,5 @@
 """The page of a comparison as text: its parts, its marks, seeds in one diagram, and names that can do no harm."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

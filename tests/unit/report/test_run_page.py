@@ -1,7 +1,5 @@
 """The pages as text: what they say, what they leave out, and that nothing in them can run or load anything."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from datetime import date

@@ -1,7 +1,5 @@
 """What the training loop is fed with: every image once an epoch, and the same views whoever makes them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The collapse guard on histories that are made up, or copied down from runs that were made to collapse."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Features of all images, of which each process has its own: in memory or in files, they are the same."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shards of several processes, and what they exchange; the processes are threads here, see `in_step`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """BatchNorm over the images of all processes is torch's BatchNorm over the whole batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.layers import BatchNormAct2d

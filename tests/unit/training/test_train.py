@@ -1,7 +1,5 @@
 """What is done or said when something goes wrong in training."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

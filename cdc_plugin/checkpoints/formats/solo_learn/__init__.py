@@ -3,8 +3,6 @@
 A run writes a Lightning ``.ckpt``, which does not describe its network, and beside it ``args.json``, which does.
 """
 
-from __future__ import annotations
-
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.solo_learn.args import (
     CIFAR10,

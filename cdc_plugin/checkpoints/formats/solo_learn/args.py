@@ -4,8 +4,6 @@ Releases from 1.0.6 on write a nested file, earlier ones a flat one; a fork that
 nested one too, and builds its CIFAR stem differently.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The ViTs of ``mae`` and ``mocov3`` have 12 attention heads where the others have 3 or 6, at the same shapes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """State dicts of timm models, named by the user or by files beside them, or recognised by names and shapes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Fit weights to timm models: settings that the weights reveal, older names, and models with equal shapes."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

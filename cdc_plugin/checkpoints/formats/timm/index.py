@@ -1,7 +1,5 @@
 """Which timm models a set of names and shapes may belong to, looked up in a table instead of building them all."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

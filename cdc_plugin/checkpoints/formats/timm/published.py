@@ -1,7 +1,5 @@
 """Published weights: ``timm:NAME`` for timm's own, ``hf-hub:OWNER/NAME`` for any timm model on the hub."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

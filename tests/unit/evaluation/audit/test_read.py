@@ -1,7 +1,5 @@
 """From answers to bounds, worked by hand, in numbers and in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The draw: every image with the same chance, one a stratum, and bounds that hold whatever is right."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

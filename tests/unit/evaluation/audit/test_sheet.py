@@ -1,7 +1,5 @@
 """audit.csv as it is written, and as spreadsheets and people give it back."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The folder of an audit: which files, which pictures, how large, and what is never lost."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """A table of predictions with hard names, and the images it speaks of."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
