@@ -5,15 +5,19 @@ Everything that is wrong with them is reported at once, each with the nearest va
 
 import dataclasses
 import difflib
+import logging
+import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cdc_plugin.config.recipes import find_recipe, read_recipe
-from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig, list_settings
+from cdc_plugin.config.schema import INPUT_FACTS, RECIPE_SETTINGS, RefineConfig, list_settings
 from cdc_plugin.errors import ConfigError
 
+log = logging.getLogger("cdc_plugin")
 Config = TypeVar("Config")
 DEFAULTS, FLAGS, WORDS = "settings of the pretraining run", "flags", "key=value"  # a recipe is named by its path
 TYPES = {
@@ -24,6 +28,7 @@ TYPES = {
     "list[float]": "a list of numbers",
     "list[str]": "a list of names",
 }
+REFERENCE = re.compile(r"\$\{[A-Za-z_][\w.]*\}")  # to another setting, never to the environment or a function
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 
 
@@ -42,24 +47,59 @@ def load_config(
     >>> load_config("cifar10", {"clusters": 20}, ["augment.flip=false"]).clusters
     20
     """
-    from omegaconf import OmegaConf
-
-    layers: dict[str, Any] = {DEFAULTS: OmegaConf.create(dict(defaults or {}))}
+    layers: dict[str, Any] = {DEFAULTS: dict(defaults or {})}
     if recipe is not None:
         path = find_recipe(recipe, schema.RECIPES)  # type: ignore[attr-defined]
-        layers[f"recipe {path}"] = read_recipe(path)
-    layers[FLAGS] = OmegaConf.create()
-    for key, value in (flags or {}).items():
-        if value is not None:
-            OmegaConf.update(layers[FLAGS], key, str(value) if isinstance(value, Path) else value)
-    words = list(overrides)
-    layers[WORDS] = OmegaConf.from_dotlist([word for word in words if "=" in word])
-    problems = [f"expected key=value, found {word!r}; for example epochs=30" for word in words if "=" not in word]
+        content = read_recipe(path)
+        allowed = RECIPE_SETTINGS if schema is RefineConfig else [*content.keys() - {"out", "device"}]
+        layers[f"recipe {path}"] = keep_allowed(content, allowed, f"recipe {path}")
+    layers[FLAGS] = {key: value for key, value in (flags or {}).items() if value is not None}
+    layers[WORDS], problems = _read_words(overrides)
     config = _merge(schema, layers, problems)
     if isinstance(config, RefineConfig) and recipe is not None and not config.from_recipe:
         stated = {*layers[FLAGS], *layers[WORDS]}
         config.from_recipe = [name for name in INPUT_FACTS if getattr(config, name) is not None and name not in stated]
     return config
+
+
+def keep_allowed(content: Mapping[Any, Any], allowed: Sequence[str], source: str) -> dict[Any, Any]:
+    """Return what a file may set; name what it asks for and only the command line or the caller may."""
+    defaults = RefineConfig()
+    kept = {key: value for key, value in content.items() if key in allowed or not hasattr(defaults, str(key))}
+    for key in content.keys() - kept.keys():
+        # A run writes all of its settings; its folder and its device are of no use to another.
+        if key not in ("out", "device") and content[key] not in (None, [], getattr(defaults, key)):
+            log.warning("%s: %s is not taken from a file; add it to the command if you want it", source, key)
+    return kept
+
+
+def _read_words(words: Iterable[str]) -> tuple[Any, list[str]]:
+    """Return the settings that ``key=value`` words state, and what is wrong with the words."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    read, problems = [], []
+    for word in words:
+        if "=" not in word:
+            problems.append(f"expected key=value, found {shorten(word)}; for example epochs=30")
+            continue
+        try:
+            read.append(OmegaConf.from_dotlist([word]))
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+            problems.append(
+                f"the value of {shorten(word)} cannot be read; expected one as in epochs=30 or mean=[0.5,0.5,0.5]"
+            )
+    return OmegaConf.to_container(OmegaConf.merge(*read)) if read else {}, problems
+
+
+def shorten(value: Any, most: int = 80) -> str:
+    """Return a value as an error shows it, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "a very long number"
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def to_yaml(config: Any) -> str:
@@ -79,16 +119,26 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
     origin: dict[str, str] = {}
     for name, layer in layers.items():
         prefix = "" if name in (FLAGS, WORDS) else f"{name}: "
-        for key, value in _walk_values(OmegaConf.to_container(layer), fields):
+        for key, value in _walk_values(layer, fields):
             if key not in fields:
                 problems.append(prefix + _explain_unknown(key, list(fields)))
                 continue
+            if value == "???":
+                problems.append(f"{prefix}{key} needs a value ({fields[key].metadata['help']})")
+                continue
+            if any("${" in text and not REFERENCE.fullmatch(text) for text in _texts(value)):
+                problems.append(
+                    f"{prefix}{key} can only refer to another setting, as ${{seed}}; found {shorten(value)}"
+                )
+                continue
             try:
-                OmegaConf.update(merged, key, value)
+                OmegaConf.update(merged, key, str(value) if isinstance(value, Path) else value)
                 origin[key] = prefix
             except OmegaConfBaseException:
                 wanted = TYPES[str(fields[key].type).removesuffix(" | None")]
-                problems.append(f"{prefix}{key} takes {wanted}, found {value!r} ({fields[key].metadata['help']})")
+                problems.append(
+                    f"{prefix}{key} takes {wanted}, found {shorten(value)} ({fields[key].metadata['help']})"
+                )
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # such as an interpolation that leads nowhere
@@ -100,6 +150,10 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
     if problems:
         raise ConfigError(problems[0])
     return config
+
+
+def _texts(value: Any) -> list[str]:
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
 
 def _walk_values(layer: Any, fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,7 +183,9 @@ def _check_values(config: Any, fields: Mapping[str, dataclasses.Field[Any]]) -> 
             yield key, f"{key} takes {rule['length']} numbers, found {len(values)} ({rule['help']})"
         elif not all(LIMITS[name](number, limit) for name, limit in limits.items() for number in values):  # NaN, too
             wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
-            yield key, f"{key} must be {wanted}, found {value} ({rule['help']})"
+            yield key, f"{key} must be {wanted}, found {shorten(value)} ({rule['help']})"
+        elif not all(math.isfinite(number) for number in values if isinstance(number, float)):
+            yield key, f"{key} takes finite numbers, found {shorten(value)} ({rule['help']})"
 
 
 def _explain_unknown(key: str, known: list[str]) -> str:
@@ -140,4 +196,4 @@ def _explain_unknown(key: str, known: list[str]) -> str:
     near = [name for name in known if key in name.replace(".", "_").split("_")]
     near = near or difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(known)}"
-    return f"unknown key '{key}'; {hint}"
+    return f"unknown key {shorten(key)}; {hint}"

@@ -1,11 +1,13 @@
 """The shipped recipes, and the settings of the embedded demo: real handwritten digits and a backbone for them."""
 
 import difflib
+import io
 from pathlib import Path
 from typing import Any
 
 from cdc_plugin.errors import ConfigError
 
+LARGEST_RECIPE = 200_000  # bytes
 DEMO_BACKBONE = Path(__file__).parents[1] / "demo_backbone"
 
 
@@ -44,19 +46,30 @@ def find_recipe(recipe: str | Path, group: str = "cdc") -> Path:
     raise ConfigError(f"no recipe {str(recipe)!r}: {hint}give a YAML file, or one of {', '.join(names)}")
 
 
-def read_recipe(path: Path) -> Any:
-    """Return the keys and values of a YAML file, as OmegaConf holds them."""
+def read_recipe(path: Path) -> dict[Any, Any]:
+    """Return the keys and values of a YAML file; references to other settings are left as they are written."""
+    import yaml
     from omegaconf import OmegaConf
 
     try:
-        content = OmegaConf.load(path)
+        if path.stat().st_size > LARGEST_RECIPE:
+            raise ConfigError(f"recipe {path} has more than {LARGEST_RECIPE // 1000} kB; give a file of settings")
+        text = path.read_text(encoding="utf-8")
+        # Each use of an anchor is a copy, and copies of copies fill any memory.
+        if any(isinstance(token, yaml.AnchorToken | yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)):
+            raise ConfigError(
+                f"recipe {path} has YAML anchors (& and *), which are not supported; write the values out"
+            )
+        content = OmegaConf.load(io.StringIO(text))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
+    except ConfigError:
+        raise
     except Exception as error:  # YAML errors of several libraries
         raise ConfigError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())[:300]}") from error
     if not OmegaConf.is_dict(content):
         raise ConfigError(f"recipe {path}: expected keys and values, as in 'epochs: 30'")
-    return content
+    return OmegaConf.to_container(content)  # type: ignore[return-value]
 
 
 def demo_settings() -> dict[str, Any]:

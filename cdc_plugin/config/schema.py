@@ -60,10 +60,14 @@ class AugmentConfig:
         above=0,
         at_most=1,
     )
-    operations: int = setting(4, "random operations of a strong view", at_least=0)
+    operations: int = setting(4, "random operations of a strong view", at_least=0, at_most=100)
     exclude: list[str] = setting([], "operations that do not suit the data")
     cutout: int | None = setting(
-        None, "largest side of the hole in a strong view, in pixels", auto="half the image size, at most 32", at_least=0
+        None,
+        "largest side of the hole in a strong view, in pixels",
+        auto="half the image size, at most 32",
+        at_least=0,
+        at_most=10_000,
     )
 
 
@@ -95,15 +99,16 @@ class RefineConfig:
         None, "log also to tensorboard or wandb; may be given twice", auto="none", metavar="NAME"
     )
 
-    clusters: int | None = setting(None, "number of clusters", at_least=2, symbol="C")
+    clusters: int | None = setting(None, "number of clusters", at_least=2, at_most=1_000_000, symbol="C")
     mini_clusters: int | None = setting(
         None,
         "mini-clusters of a batch; fewer penalise confidence more",
         auto="follows the confidence of every batch",
         at_least=0,
+        at_most=10_000_000,
         symbol="K",
     )
-    hidden: int = setting(512, "width of the heads", at_least=1, symbol="H")
+    hidden: int = setting(512, "width of the heads", at_least=1, at_most=100_000, symbol="H")
     entropy_weight: float = setting(1.0, "weight of the negative entropy", symbol="w_en")
     heads: str = setting(
         "dual",
@@ -133,12 +138,15 @@ class RefineConfig:
         "full: two passes and all images, as in the paper",
         choices=("fast", "full"),
     )
-    epochs: int | None = setting(None, "epochs of training", auto="from the number of images", at_least=0, metavar="N")
+    epochs: int | None = setting(
+        None, "epochs of training", auto="from the number of images", at_least=0, at_most=1_000_000, metavar="N"
+    )
     batch_size: int | None = setting(
         None,
         "images per batch, over which selection and mini-clusters are computed",
         auto="from images and clusters",
         at_least=1,
+        at_most=10_000_000,
         symbol="B",
     )
     sub_batch_size: int | None = setting(
@@ -146,6 +154,7 @@ class RefineConfig:
         "images per step of both optimisers; BatchNorm has no statistics of one image",
         auto="a half or a quarter of the batch",
         at_least=2,
+        at_most=10_000_000,
         symbol="B_s",
     )
     lr_heads: float | None = setting(
@@ -157,10 +166,15 @@ class RefineConfig:
     schedule: str = setting("cosine", "course of the rates; constant in the paper", choices=("cosine", "constant"))
     freeze_backbone: bool = setting(False, "train the heads only, on cached features")
     frozen_views: int = setting(
-        4, "weak and strong views per image that a frozen backbone computes once; at most epochs", at_least=1
+        4,
+        "weak and strong views per image that a frozen backbone computes once; at most epochs",
+        at_least=1,
+        at_most=10_000,
     )
 
-    input_size: int | None = setting(None, "side of the images, in pixels", auto="the backbone's", at_least=1)
+    input_size: int | None = setting(
+        None, "side of the images, in pixels", auto="the backbone's", at_least=1, at_most=8192
+    )
     mean: list[float] | None = setting(None, "mean of every channel", auto="the backbone's", length=3)
     std: list[float] | None = setting(
         None, "standard deviation of every channel", auto="the backbone's", above=0, length=3
@@ -169,7 +183,7 @@ class RefineConfig:
     from_recipe: list[str] = setting([], "")
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
-    seed: int = setting(0, "seed of all random numbers", metavar="S")
+    seed: int = setting(0, "seed of all random numbers", at_least=-(2**63), at_most=2**63 - 1, metavar="S")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", metavar="D")
     precision: str = setting("float32", "of the backbone; lower ones by autocast", choices=PRECISIONS)
     compile: bool = setting(
@@ -184,6 +198,19 @@ class RefineConfig:
 
 
 INPUT_FACTS = ("mean", "std", "input_size")
+# What files may set. The folder of a stranger states how to train and nothing else; a recipe, which the user names,
+# states the inputs as well. Everything else is for the command line or the caller alone: what lowers a guard
+# (trust_checkpoint, partial_weights), where results go (out, track) and which device computes.
+METHOD_SETTINGS = (
+    *("clusters", "mini_clusters", "hidden", "entropy_weight", "heads", "stop_gradient", "calibration"),
+    *("calibration_strength", "selection", "threshold", "selection_momentum", "passes", "epochs", "batch_size"),
+    *("sub_batch_size", "lr_heads", "lr_backbone", "schedule", "freeze_backbone", "frozen_views", "augment", "seed"),
+    *("precision", "sync_batchnorm", "on_collapse", "init", "labels", *INPUT_FACTS),
+)
+RECIPE_SETTINGS = (
+    *METHOD_SETTINGS,
+    *("backbone", "format", "arch", "branch", "head", "data", "data_root", "from_recipe", "compile"),
+)
 
 
 @functools.cache

@@ -21,7 +21,8 @@ from cdc_plugin.training.run_folder import CONFIG, KEPT, Run
 from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.trackers import make_trackers
 
-CHANGEABLE = ("out", "device", "augment", "from_recipe", "track", "on_collapse")  # settings a resumed run may change
+# Settings a resumed run may change; those that config.yaml may not state are the request's own.
+CHANGEABLE = ("out", "device", "augment", "from_recipe", "track", "on_collapse", "trust_checkpoint", "partial_weights")
 
 
 def resume_run(
@@ -35,7 +36,7 @@ def resume_run(
     """Return the run as it was after its last finished epoch."""
     distributed = runtime.distributed
     stored = as_resolved(distributed.broadcast_from_main(lambda: load_config(folder / CONFIG)))
-    track = stored.track if request.track is None else request.track
+    track = request.track or []
     make_trackers(track)  # refuses those that are not installed here
     settings = dataclasses.replace(stored, device=request.device, track=track, on_collapse=request.on_collapse)
     runtime = dataclasses.replace(runtime, precision=settings.precision)

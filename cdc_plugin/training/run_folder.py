@@ -187,7 +187,8 @@ def stored_request(request: RefineConfig, folder: Path) -> RefineConfig:
     path = folder / CONFIG
     if request.backbone is not None or not path.is_file():
         return request
-    return replace(load_config(path), device=request.device)
+    own = ("device", "track", "trust_checkpoint", "partial_weights")  # never from a file
+    return replace(load_config(path), **{name: getattr(request, name) for name in own})
 
 
 _claims: dict[Path, int] = {}  # open folders, whose locks this process holds

@@ -265,6 +265,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise ValueError("it computes nothing")
         torch.empty(0, device=device)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,11 +1,13 @@
+import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from cdc_plugin.config.load import load_config, to_yaml
-from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.config.load import keep_allowed, load_config, to_yaml
+from cdc_plugin.config.schema import METHOD_SETTINGS, RECIPE_SETTINGS, RefineConfig
 from cdc_plugin.errors import ConfigError
 
 
@@ -110,8 +112,73 @@ def test_what_a_recipe_says_of_the_input_is_told_from_what_the_user_says(stated)
 
 
 def test_yaml_of_a_config_reads_back_as_the_same_config(tmp_path):
-    config = load_config("cifar10", {"out": Path("a folder/ä"), "seed": 3, "backbone": "b: c.pt"})
+    config = load_config("cifar10", {"data_root": Path("a folder/ä"), "seed": 3, "backbone": "b: c.pt"})
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(path) == config
     assert yaml.safe_load(path.read_text(encoding="utf-8"))["clusters"] == 10
+
+
+GUARDED = {
+    "trust_checkpoint": True,
+    "partial_weights": True,
+    "out": "elsewhere",
+    "track": ["wandb"],
+    "device": "cuda:7",
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_what_lowers_a_guard_is_taken_from_the_caller_and_never_from_a_file(tmp_path, name, caplog):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({name: GUARDED[name], "epochs": 7}))
+    config = load_config(recipe)
+    assert (getattr(config, name), config.epochs) == (getattr(RefineConfig(), name), 7)
+    assert (name in caplog.text) == (name not in ("out", "device"))
+    assert getattr(load_config(recipe, {name: GUARDED[name]}), name) == GUARDED[name]
+    assert keep_allowed({name: GUARDED[name], "epochs": 7}, METHOD_SETTINGS, "args.json") == {"epochs": 7}
+
+
+def test_every_setting_is_either_allowed_in_a_file_or_guarded():
+    assert {item.name for item in fields(RefineConfig)} == {*RECIPE_SETTINGS, *GUARDED}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("epochs=[", "mean=[0.5,0.5,0.5", "epochs=???", "seed=${epochs", "epochs==", "augment.flip=[1", "track=[a"),
+        *("epochs=${oc.env:HOME}", "backbone=${oc.env:HOME}", "backbone=${data}${data}", "track=['${oc.env:HOME}']"),
+        *("mean=[" + "[" * 3000, "epochs=" + "9" * 5000, "epochs=0x" + "f" * 5000, "std=[.inf,1,1]", "mean=[.nan,0,0]"),
+        *("clusters=1" + "0" * 30, "seed=1" + "0" * 30, "x" * 10_000 + "=1", "augment.operations=1000000"),
+    ],
+    ids=lambda word: word[:20],
+)
+def test_a_word_that_cannot_be_used_is_refused_in_a_short_line_that_tells_nothing_of_the_machine(word):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(overrides=[word])
+    assert len(str(refusal.value)) < 1000
+    assert "\n" not in str(refusal.value)
+    assert str(Path.home()) not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)),
+        "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40)),
+        *("labels: !!bool maybe", "epochs: !!python/object/apply:os.getcwd []", "[" * 50_000, "a: " + "{a: " * 5000),
+        *("selection: ${oc.env:HOME}", "epochs: ???", "epochs: ${epochs", "# " + "x" * 300_000, "epochs: 1\0"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_recipe_that_is_no_plain_list_of_settings_is_refused(tmp_path, text):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match="recipe"):
+        load_config(recipe)
+
+
+def test_a_setting_may_refer_to_another_one(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("epochs: 7\nseed: ${epochs}\n")
+    assert load_config(recipe).seed == 7

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cdc_plugin.config.load import keep_allowed
 from cdc_plugin.config.recipes import recipe_names
-from cdc_plugin.config.schema import INPUT_FACTS
+from cdc_plugin.config.schema import INPUT_FACTS, METHOD_SETTINGS
 
 NOT_WRITTEN = "<not serializable>"  # what solo-learn writes for values that JSON cannot hold
 MISSING = "???"  # OmegaConf's own mark
@@ -153,7 +154,9 @@ def infer_settings(content: Any, folder: Path) -> dict[str, Any]:
         run = None
     if run is None:
         return {}
-    implied, own = _find_data(run, folder), dict(run.cdc)
+    implied = _find_data(run, folder)
+    named = [name for name in ("data",) if run.cdc.get(name) in recipe_names()]
+    own = keep_allowed(run.cdc, [*METHOD_SETTINGS, *named], "args.json")
     # Where the run states its images, a recipe of another data set was chosen for its settings only; CIFAR-20 has the
     # files of CIFAR-100.
     place = PLACES.get(str(own.get("data")))
