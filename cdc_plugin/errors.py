@@ -44,3 +44,12 @@ def option(name: str, value: Any = True) -> str:
         return f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
+
+
+def shorten(value: Any, most: int = 80) -> str:
+    """Return a value as an error shows it, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "a very long number"
+    return text if len(text) <= most else f"{text[:most]}..."

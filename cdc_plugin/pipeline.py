@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from cdc_plugin.config.schema import RefineConfig
@@ -23,7 +22,7 @@ from cdc_plugin.training.run_folder import (
     read_state,
     stored_request,
 )
-from cdc_plugin.training.runtime import Runtime, choose_device, init_distributed, was_restarted
+from cdc_plugin.training.runtime import Runtime, choose_device, init_distributed, restore_torch, was_restarted
 from cdc_plugin.training.trackers import open_trackers
 from cdc_plugin.training.train import explain_error, train
 
@@ -75,8 +74,8 @@ def run(
 
     Every process of ``torchrun`` comes here and returns the same report; the main one alone writes.
     """
-    began, threads = time.monotonic(), torch.get_num_threads()
-    with init_distributed() as distributed:
+    began = time.monotonic()
+    with restore_torch(), init_distributed() as distributed:
         distributed.raise_together(lambda: check_request(request, resume))
         if was_restarted():  # the same command again, after a fault
             resume, overwrite = True, False
@@ -107,6 +106,5 @@ def run(
         except (RuntimeError, MemoryError) as error:
             raise explain_error(error, request, folder, distributed) from error
         finally:
-            torch.set_num_threads(threads)
             if distributed.main:
                 leave_nothing_behind(folder)

@@ -13,7 +13,7 @@ from typing import Any
 
 from cdc_plugin import __version__
 from cdc_plugin.config.schema import RefineConfig, list_settings
-from cdc_plugin.errors import COMMAND_LINE, UserError
+from cdc_plugin.errors import COMMAND_LINE, UserError, shorten
 from cdc_plugin.training.signals import Terminated, ending_on_termination
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
@@ -143,6 +143,8 @@ def run_command(
             message = "; ".join(filter(None, [f"{parser.prog}: {reason}", kept])) if is_main_process() else ""
         elif isinstance(error, UserError):
             message, code = "" if error.told else f"{parser.prog}: error: {error}", 2
+        elif isinstance(error, OSError) and error.filename is not None:  # a name that is too long, for instance
+            message, code = f"{parser.prog}: error: {error.strerror}: {shorten(str(error.filename))}", 2
         elif isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             message, code = "", 1

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from cdc_plugin.config.recipes import find_recipe, read_recipe
 from cdc_plugin.config.schema import INPUT_FACTS, RECIPE_SETTINGS, RefineConfig, list_settings
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import ConfigError, shorten
 
 log = logging.getLogger("cdc_plugin")
 Config = TypeVar("Config")
@@ -91,15 +91,6 @@ def _read_words(words: Iterable[str]) -> tuple[Any, list[str]]:
                 f"the value of {shorten(word)} cannot be read; expected one as in epochs=30 or mean=[0.5,0.5,0.5]"
             )
     return OmegaConf.to_container(OmegaConf.merge(*read)) if read else {}, problems
-
-
-def shorten(value: Any, most: int = 80) -> str:
-    """Return a value as an error shows it, however long it is."""
-    try:
-        text = repr(value)
-    except ValueError:  # a number of more digits than Python writes
-        return "a very long number"
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def to_yaml(config: Any) -> str:

@@ -44,8 +44,8 @@ class Backbone(nn.Module):
         self.input_size = int(input_size)
         self.spec = spec
         self.inferred = tuple(inferred)
-        self.register_buffer("mean", torch.tensor([float(m) for m in mean]), persistent=False)
-        self.register_buffer("std", torch.tensor([float(s) for s in std]), persistent=False)
+        self.register_buffer("mean", torch.tensor([float(m) for m in mean], dtype=torch.float32), persistent=False)
+        self.register_buffer("std", torch.tensor([float(s) for s in std], dtype=torch.float32), persistent=False)
 
     def place(self, device: torch.device, compiled: bool, trained: bool) -> None:
         """Move to a device, in the layout that convolutions compute fastest in, and compile on request."""

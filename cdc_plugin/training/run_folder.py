@@ -119,6 +119,9 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
             f"{folder} is not empty ({_some(present)}); give another folder, {option('resume')} to continue that run, "
             f"or {option('overwrite')} to replace its files"
         )
+    blocked = [file for file in RESULT_FILES if (folder / file).is_dir()]
+    if blocked:
+        raise OutputError(f"{folder / blocked[0]} is a folder, where a run writes a file; give another folder")
     if resume and present and not (folder / CONFIG).is_file():
         raise OutputError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run")
     if resume and present:
@@ -195,12 +198,15 @@ _claims: dict[Path, int] = {}  # open folders, whose locks this process holds
 
 
 def _claim(folder: Path) -> None:
-    """Keep other processes from writing to a folder at the same time.
+    """Keep other processes and threads from writing to a folder at the same time.
 
     The operating system's lock on the folder itself: it ends with the process, however that ends, and leaves no file.
     Where there is none (Windows, some network file systems) nothing is claimed.
     """
-    if fcntl is None or folder.absolute() in _claims:
+    busy = OutputError(f"another run is writing to {folder}; wait for its end, or give another folder")
+    if folder.absolute() in _claims:
+        raise busy
+    if fcntl is None:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -208,9 +214,7 @@ def _claim(folder: Path) -> None:
     except OSError as error:
         os.close(handle)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise OutputError(
-                f"another run is writing to {folder}; wait for its end, or give another folder"
-            ) from error
+            raise busy from error
     else:
         _claims[folder.absolute()] = handle
 

@@ -246,6 +246,19 @@ class Runtime:
         return autocast(self.device, self.precision)
 
 
+@contextlib.contextmanager
+def restore_torch() -> Iterator[None]:
+    """Compute as torch does by default, whatever the caller has switched off, and leave everything as it was."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+
+
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
     """Return the context in which networks on a device compute in a precision."""
     if precision == "float32":

@@ -1,4 +1,6 @@
 import json
+import logging
+import os
 import shutil
 from functools import partialmethod
 from unittest.mock import Mock, patch
@@ -15,7 +17,7 @@ from cdc_plugin import Backbone, Report, UserError, load_model, refine
 from cdc_plugin.errors import ConfigError, DataError, OutputError
 from cdc_plugin.pipeline import run
 from cdc_plugin.training.request import configure
-from cdc_plugin.training.run_folder import RESULT_FILES
+from cdc_plugin.training.run_folder import RESULT_FILES, leave_nothing_behind, prepare_folder
 from tests.helpers.json_records import check_record
 
 QUICK = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "mini_clusters": 12, "device": "cpu"}
@@ -266,3 +268,39 @@ def test_a_compiled_backbone_gives_the_same_clusters(tiny_checkpoint, digits, tm
     )
     np.testing.assert_allclose(compiled.predictions["confidence"], plain.predictions["confidence"], atol=1e-3)
     assert load_model(compiled.folder).predict_proba(digits[0][:3]).shape == (3, 3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_run_is_the_same_and_leaves_all_as_it_was_whatever_the_caller_has_switched_off(
+    finished, tmp_path, digits, tiny_checkpoint, mode
+):
+    report, settings = finished
+    log, state = logging.getLogger("cdc_plugin"), torch.get_rng_state()
+    before = (log.level, list(log.handlers), torch.get_num_threads())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mode():
+            again = refine(tiny_checkpoint, digits[0][:60], clusters=3, out=tmp_path / "run", **settings)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (again.predictions == report.predictions).all()
+    assert (log.level, list(log.handlers), torch.get_num_threads()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_folder_in_the_way_of_a_result_costs_nothing(finished, tmp_path, digits, tiny_checkpoint):
+    shutil.copytree(finished[0].folder, tmp_path / "run")
+    (tmp_path / "run" / "report.html").unlink()
+    (tmp_path / "run" / "report.html").mkdir()
+    before = sorted(os.listdir(tmp_path / "run"))
+    with pytest.raises(OutputError, match="is a folder"):
+        refine(tiny_checkpoint, digits[0][:60], clusters=3, out=tmp_path / "run", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "run")) == before
+
+
+def test_two_threads_cannot_write_to_one_folder(tmp_path):
+    folder = prepare_folder(str(tmp_path / "run"), "run", resume=False, overwrite=False)
+    with pytest.raises(OutputError, match="another run is writing"):
+        prepare_folder(str(tmp_path / "run"), "run", resume=False, overwrite=True)
+    leave_nothing_behind(folder)

@@ -26,7 +26,9 @@ def names_in(folder):
 
 
 def prepare_folder(out, name="x", resume=False, overwrite=False):
-    return run_folder.prepare_folder(None if out is None else str(out), name, resume, overwrite)
+    folder = run_folder.prepare_folder(None if out is None else str(out), name, resume, overwrite)
+    os.close(run_folder._claims.pop(folder.absolute()))  # as if the run had ended at once
+    return folder
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path):
