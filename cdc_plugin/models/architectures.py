@@ -8,11 +8,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, shorten
 from cdc_plugin.models.networks.poolformer import build_poolformer
 from cdc_plugin.models.networks.wide_resnet import build_fixmatch_wrn, build_wide_resnet
 
 STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
+# What a file may ask of a network, with the numbers or words it may ask for: never a path, a class or an absurd size.
+SIDE, COUNT, WIDTH, SMALL = (1, 8192), (1, 500), (1, 65_536), (1, 64)
+FLAGS = ("class_token", "no_embed_class", "dynamic_img_size", "strict_img_size", "qkv_bias", "qk_norm", "pre_norm")
+ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("img_size", "image_size"), SIDE),
+    **dict.fromkeys(("depth", "depths", "num_heads", "num_layers", "layers"), COUNT),
+    **dict.fromkeys(("embed_dim", "hidden_dim", "mlp_dim", "widths", "width", "dims"), WIDTH),
+    **dict.fromkeys(
+        ("patch_size", "window_size", "kernel", "pool_kernel", "stride", "strides", "first_stride", "widen"), SMALL
+    ),
+    **dict.fromkeys(("padding", "reg_tokens", "output_stride", "pool_size"), (0, 64)),
+    **dict.fromkeys(("groups", "width_per_group"), (1, 4096)),
+    **dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "pos_drop_rate", "drop_path_rate"), (0.0, 1.0)),
+    **dict.fromkeys(("mlp_ratio", "init_values", "layer_scale_init_value", "ls_init_value"), (0.0, 64.0)),
+    **dict.fromkeys((*FLAGS, "fc_norm", "relu", "use_grn", "conv_mlp", "ape", "patch_norm"), (False, True)),
+    "pool": (0, 64),  # whether a stem has one, or the side of poolformer's
+    "in_chans": (3, 3),
+    "block": ("basic", "bottleneck"),
+    "global_pool": ("", "token", "avg", "avgmax", "max", "map", "fast", "catavgmax"),
+    "act_layer": ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swish", "hard_swish", "mish"),
+    "norm_layer": ("layernorm", "layernorm2d", "rmsnorm", "batchnorm", "batchnorm2d", "groupnorm1"),
+    "stem_type": ("", "deep", "deep_tiered"),
+}
 
 
 def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
@@ -25,12 +48,40 @@ def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     16
     """
     family = spec.get("family")
-    if family not in FAMILIES:
-        raise CheckpointError(f"a backbone spec needs a family, one of {', '.join(FAMILIES)}; found {family!r}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise CheckpointError(f"a backbone spec needs a family, one of {', '.join(FAMILIES)}; found {shorten(family)}")
+    check_arguments(spec)
     try:
-        return FAMILIES[str(family)](spec)
+        return FAMILIES[family](spec)
     except KeyError as error:
-        raise CheckpointError(f"a backbone spec of family {family!r} needs {error.args[0]!r}: {dict(spec)}") from error
+        missing = shorten(error.args[0])
+        raise CheckpointError(f"a backbone spec of family {family!r} needs {missing}: {shorten(dict(spec))}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"cannot build a network from {shorten(dict(spec))}: {shorten(str(error))}") from error
+
+
+def check_arguments(arguments: Any) -> None:
+    """Refuse what `ARGUMENTS` does not list, and values out of its range; a list is checked number by number."""
+    if not isinstance(arguments, Mapping):
+        raise CheckpointError(f"expected the arguments of a network by name, found {shorten(arguments)}")
+    for name, value in arguments.items():
+        if name in ("kwargs", "stem", "resnet"):
+            check_arguments(value)
+        elif name not in ("family", "name"):
+            allowed = ARGUMENTS.get(name, ())
+            values = value if isinstance(value, list | tuple) and 0 < len(value) <= 8 else [value]
+            if not allowed or not all(_is_allowed(item, allowed) for item in values):
+                known = (
+                    f"of a network lies within {', '.join(map(repr, allowed))}" if allowed else "is of no network here"
+                )
+                raise CheckpointError(f"the argument {shorten(name)} {known}; found {shorten(value)}")
+
+
+def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:
+    if value is None or isinstance(allowed[0], bool | str):
+        return value is None or (type(value) is type(allowed[0]) and value in allowed)
+    numbers = int | float if isinstance(allowed[0], float) else int
+    return isinstance(value, numbers) and allowed[0] <= value <= allowed[1]
 
 
 def describe(spec: Mapping[str, Any] | None) -> str:
@@ -60,17 +111,11 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
     depths, widths = list(spec["depths"]), list(spec["widths"])
-    if len(depths) != 4 or len(widths) != 4 or min(depths + widths) < 1:
-        raise CheckpointError(f"a resnet spec takes 4 depths and 4 widths above 0; found {depths} and {widths}")
+    if len(depths) != 4 or len(widths) != 4:
+        raise CheckpointError(f"a resnet spec takes 4 depths and 4 widths; found {depths} and {widths}")
     blocks: dict[str, type[BasicBlock] | type[Bottleneck]] = {"basic": BasicBlock, "bottleneck": Bottleneck}
-    if spec["block"] not in blocks:
-        raise CheckpointError(f"a resnet block is 'basic' or 'bottleneck'; found {spec['block']!r}")
     block = blocks[spec["block"]]
     stem = STEM | dict(spec.get("stem", {}))
-    known = [*STEM, "pool_kernel", "relu", "width"]
-    unknown = sorted(set(stem) - set(known))
-    if unknown:
-        raise CheckpointError(f"a resnet stem takes {', '.join(known)}; found {', '.join(unknown)} too")
     stem_width = int(stem.get("width", widths[0]))
 
     class ShapedResNet(ResNet):

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, read_sidecars
 from cdc_plugin.checkpoints.weights import build_backbone, load_strictly, strip_prefix
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.errors import CheckpointError, option
+from cdc_plugin.errors import CheckpointError, option, shorten
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.models.heads import build_head
@@ -68,10 +69,16 @@ def native_heads(
     description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
 ) -> tuple[nn.Module, nn.Module]:
     """Return clustering and calibration head of a result folder."""
-    clustering, calibration = (build_head(description.get("heads"), feature_dim, source) for _ in range(2))
-    for name, head in (("clustering_head", clustering), ("calibration_head", calibration)):
-        load_strictly(head, strip_prefix(tensors, f"{name}."), f"{source} ({name})")
-    return clustering, calibration
+    heads, spec = [], description.get("heads")
+    for name in ("clustering_head", "calibration_head"):
+        weights = strip_prefix(tensors, f"{name}.")
+        with torch.device("meta"):  # without memory first: what a file says of its sizes may be absurd
+            shapes = {key: value.shape for key, value in build_head(spec, feature_dim, source).state_dict().items()}
+        if shapes != {key: weight.shape for key, weight in weights.items()}:
+            raise CheckpointError(f"{source} ({name}) does not fit the heads it describes; was it edited by hand?")
+        heads.append(build_head(spec, feature_dim, source))
+        load_strictly(heads[-1], weights, f"{source} ({name})")
+    return heads[0], heads[1]
 
 
 def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
@@ -97,6 +104,19 @@ def _check_description(description: Any, file: Path) -> None:
     lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in (backbone or {})]
     if lacking:
         raise CheckpointError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
+    for name in ("mean", "std"):
+        values = backbone[name]
+        if not (isinstance(values, list) and len(values) == 3 and all(_is_number(value) for value in values)):
+            raise CheckpointError(f"{file}: {name} takes 3 numbers, found {shorten(values)}; was it edited by hand?")
+    for name in ("input_size", "feature_dim"):
+        if type(backbone[name]) is not int or not 0 < backbone[name] < 1_000_000:
+            raise CheckpointError(
+                f"{file}: {name} is a number, found {shorten(backbone[name])}; was it edited by hand?"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6
 
 
 def _is_ours(sidecar: dict[str, Any], name: str) -> bool:
