@@ -19,15 +19,12 @@ RefineCenters = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class InitialHeads:
-    """Both heads at the start of a run, and the k-means partition (N,) of the features that they compete with.
-
-    ``centers`` (C, D) are the centres of the partition among standardised rows.
-    """
+    """Both heads at the start of a run, and the k-means partition of the features that they compete with."""
 
     clustering: nn.Module
     calibration: nn.Module
-    partition: Tensor
-    centers: Tensor | None = None
+    partition: Tensor  # (N,)
+    centers: Tensor | None = None  # (C, D) of the partition among standardised rows
 
 
 def build_initial_heads(
