@@ -189,10 +189,8 @@ def open_rows(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[A
 def write_rows(path: Path, parts: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Write parts of an array one after another to a .npy file, complete or not at all, and return it mapped.
 
-    They are written, not put into a map: a full disk then raises an error, where a map would end the process.
-
-    Args:
-        shape: of the whole array; there may turn out to be fewer rows.
+    They are written, not put into a map: a full disk then raises an error, where a map would end the process. There may
+    turn out to be fewer rows than in ``shape``.
 
     Raises:
         OutputError: the disk is full, or the folder cannot be written.

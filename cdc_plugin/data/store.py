@@ -1,5 +1,6 @@
 """Read the images of a source as squares of one size, and keep them: in memory, or beyond 64 MB in the cache."""
 
+import contextlib
 import json
 import os
 import time
@@ -50,8 +51,7 @@ def read_once(
 ) -> Squares:
     """Return the squares of a source; large ones are read by one process and found by all others.
 
-    Args:
-        folder: to keep large ones in; None is the cache that all runs share.
+    These are kept in the ``folder``; None is the cache that all runs share.
     """
     if not callable(source.content) and source.content.shape[1:3] == (side, side):
         return source.content, [], source.labels
@@ -75,10 +75,7 @@ def read_once(
 def read_squares(
     source: ImageSource, side: int, skipped: Skipped, progress: Progress | None = None
 ) -> Iterator[Pixels]:
-    """Yield squares (n, side, side, 3) in order; what cannot be read is appended to ``skipped`` instead.
-
-    Threads decode ahead where that is of use.
-    """
+    """Yield squares (n, side, side, 3) in order; what cannot be read is appended to ``skipped`` instead."""
     show = progress or (lambda steps, total, description: steps)
     description = f"reading {source.description}"
     if not callable(source.content):
@@ -190,14 +187,10 @@ def _find_squares(source: ImageSource, side: int, path: Path) -> Squares | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     images = open_rows(path, (count, side, side, 3), np.uint8)
-    if images is None or any(_is_readable(source, index) for index, _ in skipped[:RETRIED]):
+    if images is None:
         return None
+    for index, _ in skipped[:RETRIED]:
+        with contextlib.suppress(UnreadableImageError):
+            source.read(index)
+            return None
     return images, skipped, labels
-
-
-def _is_readable(source: ImageSource, index: int) -> bool:
-    try:
-        source.read(index)
-    except UnreadableImageError:
-        return False
-    return True

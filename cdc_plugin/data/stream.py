@@ -29,16 +29,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageStream:
-    """Images that are known but not kept; made by `open_stream`.
-
-    Args:
-        side: of the squares they are read as.
-        unreadable: place and reason of every image that could not be read; complete after the last chunk.
-    """
+    """Images that are known but not kept; made by `open_stream`."""
 
     source: ImageSource | ArrayRows
-    side: int
-    unreadable: Skipped = field(default_factory=list)
+    side: int  # of the squares they are read as
+    unreadable: Skipped = field(default_factory=list)  # complete after the last chunk
 
     def __len__(self) -> int:
         """Count all images, whether they can be read or not."""
@@ -56,8 +51,7 @@ class ImageStream:
     def chunks(self, size: int = CHUNK, pieces: Sequence[range] | None = None) -> Iterator[Chunk]:
         """Yield the readable images in order, ``size`` at once; the next chunk is read while this one is used.
 
-        Args:
-            pieces: rising ranges of places to read, not empty; no chunk spans two of them. None is all images.
+        ``pieces`` are rising ranges of places to read, not empty; no chunk spans two of them. None is all images.
         """
         self.unreadable.clear()
         pieces = [range(len(self))] if pieces is None else pieces

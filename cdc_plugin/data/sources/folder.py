@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def describe_folder(folder: Path, side: int) -> ImageSource:
     """Return a source of every image below a folder, sorted by path; labels from class sub-folders if there are any."""
     names = list_images(folder)
-    return _build_source(os.fspath(folder), names, side, str(folder), names, *find_class_folders(names))
+    return describe_files(names, side, str(folder), names, *find_class_folders(names), folder=os.fspath(folder))
 
 
 def describe_files(
@@ -45,22 +45,11 @@ def describe_files(
     names: list[str] | None = None,
     labels: NDArray[np.int64] | None = None,
     class_names: list[str] | None = None,
+    folder: str = "",
 ) -> ImageSource:
-    """Return a source of image files in the order of their paths."""
+    """Return a source of image files in the order of their paths, which may be relative to the folder."""
     names = [Path(path).as_posix() for path in paths] if names is None else names
-    return _build_source("", [os.fspath(path) for path in paths], side, description, names, labels, class_names)
-
-
-def _build_source(
-    folder: str,
-    paths: list[str],
-    side: int,
-    description: str,
-    names: list[str],
-    labels: NDArray[np.int64] | None,
-    class_names: list[str] | None,
-) -> ImageSource:
-    # Paths stay relative strings: of a million images they take little memory.
+    # Paths stay relative: of a million images they take little memory.
     states = (read_state(os.path.join(folder, path)) for path in paths)
     return ImageSource(
         content=lambda index: decode_file(os.path.join(folder, paths[index]), side),

@@ -1,7 +1,4 @@
-"""Describe Hugging Face data sets: objects, folders of save_to_disk, parquet files, and data sets of the hub by name.
-
-Needs ``pip install cdc-plugin[data]``. Labels are for reporting only.
-"""
+"""Describe Hugging Face data sets: objects, folders of save_to_disk, parquet files, and those of the hub by name."""
 
 import os
 from collections.abc import Iterator
@@ -46,10 +43,7 @@ def describe_saved_dataset(source: str, side: int) -> ImageSource:
 
 
 def describe_parquet(source: str, side: int) -> ImageSource:
-    """Return a source of a parquet file, or those of a folder, with a column of images.
-
-    They are structs of ``bytes`` and ``path``, as ``to_parquet`` writes them.
-    """
+    """Return a source of a parquet file, or those of a folder, with a column of images as ``to_parquet`` writes it."""
     datasets, path = _import_datasets(), Path(source).expanduser()
     files = sorted(map(str, path.iterdir())) if path.is_dir() else [str(path)]
     files = [file for file in files if file.lower().endswith(".parquet") and not Path(file).name.startswith(".")]

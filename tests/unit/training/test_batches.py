@@ -11,7 +11,7 @@ from torch import Tensor
 from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.data.images import ImageSet, open_images
-from cdc_plugin.data.views import make_views, strong_view
+from cdc_plugin.data.views import plain_view, strong_view, weak_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import batches as module
 from cdc_plugin.training.batches import cached_views, fresh_views, make_batches, training_views, view_features
@@ -72,9 +72,10 @@ def test_the_augmentation_of_a_run_is_that_of_its_settings(tiny_backbone):
 def test_fresh_views_are_those_of_the_whole_batch(tiny_backbone, images):
     config, chosen = settings(passes="full"), torch.tensor([3, 1, 39, 7, 20, 21])
     found = fresh_views(config, tiny_backbone, images, RUNTIME)(chosen, seeded(5))
-    expected = make_views(images.batch(chosen), training_views(config.augment, tiny_backbone), seeded(5))
-    views = (found.plain, found.weak, found.strong_of(torch.arange(6)))
-    assert all(torch.equal(*pair) for pair in zip(views, expected, strict=True))
+    pixels, known, drawn = images.batch(chosen), training_views(config.augment, tiny_backbone), seeded(5)
+    assert torch.equal(found.plain, plain_view(pixels, known))
+    assert torch.equal(found.weak, weak_view(pixels, known, drawn))
+    assert torch.equal(found.strong_of(torch.arange(6)), strong_view(pixels, known, drawn))
     assert torch.equal(found.rows, chosen)
     assert found.plain.is_contiguous(memory_format=torch.channels_last)
 
