@@ -124,8 +124,13 @@ def open_stream(source: Any, side: int) -> ImageStream:
     >>> [len(chunk.names) for chunk in stream.chunks(1000)]
     [1000, 797]
     """
-    rows = _find_array_rows(source)
-    if rows is None:
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        rows = read_rows_of_array(source, "array")
+    elif isinstance(source, str | os.PathLike) and find_kind(source) == "array":
+        rows = read_rows_of_file(Path(source).expanduser())
+    else:
         described = describe_source(source, side, None)
         if callable(described.content):
             return ImageStream(described, side)
@@ -141,17 +146,6 @@ def read_images(source: Any, side: int, places: Sequence[int] | NDArray[np.int64
     if skipped:
         raise DataError(f"cannot read {skipped[0][0]}: {skipped[0][1]}")
     return squares
-
-
-def _find_array_rows(source: Any) -> ArrayRows | None:
-    """Return arrays and array files as they are stored; None for anything else."""
-    if isinstance(source, torch.Tensor):
-        source = source.detach().cpu().numpy()
-    if isinstance(source, np.ndarray):
-        return read_rows_of_array(source, "array")
-    if isinstance(source, str | os.PathLike) and find_kind(source) == "array":
-        return read_rows_of_file(Path(source).expanduser())
-    return None
 
 
 def _make_chunk(source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:

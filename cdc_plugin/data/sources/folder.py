@@ -69,9 +69,18 @@ def list_images(folder: Path) -> list[str]:
     """
     others: Counter[str] = Counter()
     names = sorted(_walk(folder, others))
-    if not names:
-        raise DataError(_explain_empty(folder, others))
-    return names
+    if names:
+        return names
+    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
+    hints = {
+        (".npz", ".npy"): "give the path of the .npz or .npy file itself",
+        (".parquet",): "give the path of a .parquet file, or of the folder it lies in",
+        (".tar",): f"name the shards themselves: {folder / '*.tar'}",
+        (".zip", ".gz", ".tgz"): "unpack the archive first",
+    }
+    fitting = (hint for extensions, hint in hints.items() if others.keys() & extensions)
+    hint = next(fitting, "give the path of the folder that holds the images")
+    raise DataError(f"no images in {folder}: expected {ACCEPTED} files; found {kinds}; {hint}")
 
 
 def find_class_folders(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
@@ -150,16 +159,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to where one may not look
         return False
-
-
-def _explain_empty(folder: Path, others: Counter[str]) -> str:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
-    hints = {
-        (".npz", ".npy"): "give the path of the .npz or .npy file itself",
-        (".parquet",): "give the path of a .parquet file, or of the folder it lies in",
-        (".tar",): f"name the shards themselves: {folder / '*.tar'}",
-        (".zip", ".gz", ".tgz"): "unpack the archive first",
-    }
-    fitting = (hint for extensions, hint in hints.items() if others.keys() & extensions)
-    hint = next(fitting, "give the path of the folder that holds the images")
-    return f"no images in {folder}: expected {ACCEPTED} files; found {kinds}; {hint}"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cdc_plugin.data.cache import compute_digest
-from cdc_plugin.data.decode import UnreadableImageError, decode_bytes, decode_file, to_rgb
+from cdc_plugin.data.decode import UnreadableImageError, decode_bytes, decode_file
 from cdc_plugin.data.sources.base import UNLABELLED, WORKERS, ImageSource, read_state
 from cdc_plugin.errors import DataError
 
@@ -94,7 +94,11 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
             value = stored[index][column]
         except OSError as error:
             raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
-        return _decode(value, side)
+        if value is None:
+            raise UnreadableImageError("there is no image in this row")
+        if value.get("bytes") is not None:
+            return decode_bytes(value["bytes"], side)
+        return decode_file(str(value.get("path")), side)
 
     return ImageSource(
         content=read,
@@ -107,16 +111,6 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
         # Files that a data set points at may change without its fingerprint.
         exact=isinstance(first, dict) and first.get("bytes") is not None,
     )
-
-
-def _decode(value: Any, side: int) -> Image.Image:
-    if isinstance(value, Image.Image):
-        return to_rgb(value)
-    if value is None:
-        raise UnreadableImageError("there is no image in this row")
-    if value.get("bytes") is not None:
-        return decode_bytes(value["bytes"], side)
-    return decode_file(str(value.get("path")), side)
 
 
 def _find_image_column(dataset: Any) -> str:
