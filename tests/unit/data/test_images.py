@@ -155,13 +155,6 @@ def test_data_set_without_labels_has_none():
     assert open_images(TensorDataset(tensor, torch.arange(6))).labels.tolist() == [*range(6)]
 
 
-def test_unreadable_items_of_a_data_set_are_skipped():
-    images = open_images(Items([(PIXELS[0], 0), OSError("gone"), (PIXELS[2], 1)]), 20)
-    assert images.names == ["0", "2"]
-    assert images.labels.tolist() == [0, 1]
-    assert images.skipped == [("1", "OSError: gone")]
-
-
 @pytest.mark.parametrize(
     ("source", "size", "message"),
     [

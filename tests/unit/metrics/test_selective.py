@@ -71,15 +71,6 @@ def test_it_agrees_with_trying_every_threshold(seed):
             np.testing.assert_array_equal(accept_above(confidence, found.threshold).mask, found.mask)
 
 
-def test_the_order_of_the_images_does_not_matter():
-    random = np.random.default_rng(1)
-    confidence = random.beta(3, 1, 500).round(2).astype(np.float32)
-    order = random.permutation(500)
-    found, shuffled = accept_to_target(confidence, 0.9), accept_to_target(confidence[order], 0.9)
-    np.testing.assert_array_equal(found.mask[order], shuffled.mask)
-    assert found.expected_accuracy == shuffled.expected_accuracy
-
-
 def test_a_higher_target_never_accepts_more():
     confidence = np.random.default_rng(2).beta(3, 1, 300)
     masks = [accept_to_target(confidence, target).mask for target in np.linspace(0.05, 1, 40)]

@@ -91,11 +91,8 @@ def test_curriculum_asks_less_of_clusters_that_are_little_learnt():
     # Counts 4, 2, 0, and 3 without a label: beta 1, 1/2, 0; beta / (2 - beta) is 1, 1/3, 0.
     expected = torch.tensor([0.9, 0.3, 0.0])
     torch.testing.assert_close(curriculum_thresholds(learned, 3, 0.9), expected)
-
-
-def test_curriculum_warms_up_while_most_images_have_no_label():
     learned = torch.tensor([0, 0, 1, -1, -1, -1, -1, -1])
-    # 5 without a label are more than the 2 of cluster 0: beta 2/5, 1/5; mapped 2/8, 1/9.
+    # It warms up: 5 without a label are more than the 2 of cluster 0: beta 2/5, 1/5; mapped 2/8, 1/9.
     expected = 0.9 * torch.tensor([1 / 4, 1 / 9])
     torch.testing.assert_close(curriculum_thresholds(learned, 2, 0.9), expected)
 

@@ -43,11 +43,7 @@ def test_class_lists_hold_distinct_wordnet_numbers(name, count):
     assert len(set(classes)) == len(classes) == count
     assert all(re.fullmatch(r"n\d{8}", wnid) for wnid in classes)
     assert f"imagenet{name}" in datasets
-
-
-def test_smaller_scan_subsets_lie_within_the_larger_ones():
-    small, middle, large = (set(read_class_list(f"imagenet{count}")) for count in (50, 100, 200))
-    assert small < middle < large
+    assert name not in ("50", "100") or set(classes) < set(read_class_list(f"imagenet{2 * count}"))
 
 
 def fake_cifar(count, classes):

@@ -138,30 +138,21 @@ def test_plain_view_is_the_image_normalised():
     assert torch.allclose(plain_view(images, ViewSettings(32, mean, std)), expected, atol=1e-5)
     for size in (24, 112):
         assert plain_view(images, ViewSettings(size, **PLAIN)).shape == (2, 3, size, size)
+    large = noise(2, 256)  # with the margin, which is left out
+    view = plain_view(large, ViewSettings(224, **PLAIN))
+    assert torch.allclose(view, large[:, :, 16:240, 16:240].float(), atol=1e-3)
 
 
-def test_plain_view_of_stored_margin_is_the_centre_crop():
-    images = noise(2, 256)
-    view = plain_view(images, ViewSettings(224, **PLAIN))
-    assert torch.allclose(view, images[:, :, 16:240, 16:240].float(), atol=1e-3)
-
-
-def test_same_seed_gives_same_views_and_another_seed_others():
+def test_views_depend_on_the_seed_and_neither_use_nor_change_the_global_random_state():
     images, settings = noise(), ViewSettings(32, **PLAIN)
     for view in (weak_view, strong_view):
-        first, again, other = (view(images, settings, generator(seed)) for seed in (3, 3, 4))
-        assert torch.equal(first, again)
-        assert not torch.equal(first, other)
-
-
-def test_global_random_state_is_neither_used_nor_changed():
-    images, settings = noise(), ViewSettings(32, **PLAIN)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = strong_view(images, settings, generator())
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert torch.equal(strong_view(images, settings, generator()), first)
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        first = view(images, settings, generator(3))
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(2)
+        assert torch.equal(view(images, settings, generator(3)), first)
+        assert not torch.equal(view(images, settings, generator(4)), first)
 
 
 @pytest.mark.parametrize("level", [0, 128, 255])
