@@ -46,10 +46,7 @@ def negative_entropy(logits: Tensor) -> Tensor:
 
 
 def calibration_loss(
-    logits: Tensor,
-    targets: Tensor,
-    entropy_weight: float,
-    fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss,
+    logits: Tensor, targets: Tensor, entropy_weight: float, fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss
 ) -> Tensor:
     """Return L = L_cal + w_en · L_en (Eq. 3); ``fit`` replaces L_cal where another calibration is compared."""
     return fit(logits, targets) + entropy_weight * negative_entropy(logits)

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdc_plugin.data.views.operations import (
-    COLOUR_OPERATIONS,
-    GEOMETRIC_OPERATIONS,
-    identity_maps,
-    random_crops,
-    warp,
-)
+from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, identity_maps, random_crops, warp
 from cdc_plugin.errors import UserError
 
 OPERATIONS = ("identity", *COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)

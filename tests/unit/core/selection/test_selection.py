@@ -3,12 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.selection import (
-    _top_samples,
-    make_selector,
-    select_confident,
-    select_confident_column,
-)
+from cdc_plugin.core.selection import _top_samples, make_selector, select_confident, select_confident_column
 from cdc_plugin.core.selection.base import SelectionInput
 from cdc_plugin.errors import ConfigError
 

@@ -85,8 +85,7 @@ def test_stl10_leaves_the_unlabeled_part_out(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [("cifar10", "cifar-10-batches-py"), ("cifar20", "cifar-100-python"), ("stl10", "stl10_binary")],
+    ("name", "place"), [("cifar10", "cifar-10-batches-py"), ("cifar20", "cifar-100-python"), ("stl10", "stl10_binary")]
 )
 def test_absent_data_set_says_where_it_looked_and_how_to_get_it(name, place, tmp_path):
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / place))}.*download=True"):
@@ -109,6 +108,7 @@ def test_tiny_imagenet_is_its_training_folder(tmp_path):
     assert images.class_names == ["n01443537", "n01629819"]
     with pytest.raises(UserError, match="tiny-imagenet-200"):
         open_images("tinyimagenet", root=tmp_path / "absent")
+    assert (native_size("tinyimagenet"), native_size("imagenet10")) == (64, None)  # without the files
 
 
 @pytest.mark.parametrize("place", [".", "train", "imagenet/train", "imagenet10"])
@@ -127,11 +127,6 @@ def test_missing_imagenet_classes_are_listed(tmp_path):
         open_images("imagenet10", root=tmp_path)
     with pytest.raises(UserError, match="0 of 15"):
         open_images("imagenetdogs", root=tmp_path / "absent")
-
-
-def test_native_sizes_are_known_without_the_files():
-    sizes = {name: native_size(name) for name in ("digits", "cifar10", "stl10", "tinyimagenet", "imagenet10")}
-    assert sizes == {"digits": 32, "cifar10": 32, "stl10": 96, "tinyimagenet": 64, "imagenet10": None}
 
 
 def test_data_folder_is_argument_then_environment_then_default(monkeypatch, tmp_path):

@@ -7,13 +7,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from torchvision.transforms import RandomResizedCrop
 
 from cdc_plugin.data import views
-from cdc_plugin.data.views import (
-    OPERATIONS,
-    ViewSettings,
-    plain_view,
-    strong_view,
-    weak_view,
-)
+from cdc_plugin.data.views import OPERATIONS, ViewSettings, plain_view, strong_view, weak_view
 from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, random_crops, warp
 from cdc_plugin.errors import UserError
 
@@ -100,15 +94,11 @@ def test_geometric_operation_equals_pillow_within_interpolation(name, place):
         assert difference.median() <= 1
 
 
-def test_what_a_shift_brings_in_is_black_even_if_the_crop_has_more_to_show():
-    images = torch.full((1, 3, 32, 32), 200.0)
-    crop = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
-    shifted = warp(images, crop, torch.ones(1), GEOMETRIC_OPERATIONS["translate_x"][0](torch.tensor([0.25])), 16)
+def test_a_shift_brings_in_black_even_if_the_crop_has_more_to_show_and_the_whole_crop_is_the_image():
+    light, shift = torch.full((1, 3, 32, 32), 200.0), GEOMETRIC_OPERATIONS["translate_x"][0](torch.tensor([0.25]))
+    shifted = warp(light, torch.tensor([[0.5, 0.5, 0.0, 0.0]]), torch.ones(1), shift, 16)
     assert (shifted[..., :12] == 200).all()
     assert (shifted[..., 12:] == 0).all()
-
-
-def test_whole_crop_at_the_same_size_is_the_image():
     images = noise().float()
     same = warp(images, WHOLE.repeat(6, 1), torch.ones(6), None, 40)
     assert torch.allclose(same, images, atol=1e-2)
