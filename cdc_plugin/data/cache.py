@@ -76,10 +76,8 @@ def find_entry(kind: str, key: str) -> Path | None:
 
 def mark_used(path: Path) -> None:
     """Mark an entry as used just now, so that others are removed before it."""
-    try:
+    with contextlib.suppress(OSError):  # somebody else's, or gone
         os.utime(path)
-    except OSError:
-        log.debug("%s belongs to somebody else or is gone", path)
 
 
 def find_or_make(path: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:

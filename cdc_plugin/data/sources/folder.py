@@ -92,9 +92,7 @@ def find_class_folders(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, 
     >>> find_class_folders(["cat/1.png", "dog/1.png"])
     (array([0, 1]), ['cat', 'dog'])
     """
-    level = 0
-    if all("/" in name and name.split("/", 1)[0].lower() in SPLITS for name in names):
-        level = 1
+    level = 1 if all("/" in name and name.split("/", 1)[0].lower() in SPLITS for name in names) else 0
     if any(name.count("/") <= level for name in names):
         return None, None
     labels, class_names = number_classes(name.split("/", level + 1)[level] for name in names)

@@ -160,12 +160,11 @@ def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
     maps = identity_maps(drawn.shape[1])
     for operations, shares in zip(drawn, strength, strict=True):
         for number, name in enumerate(allowed):
-            if name not in GEOMETRIC_OPERATIONS:
-                continue
-            chosen = (operations == number).nonzero().flatten()
-            operation, low, high = GEOMETRIC_OPERATIONS[name]
-            # The latest map acts first on a point of the output.
-            maps[chosen] = maps[chosen] @ operation(low + (high - low) * shares[chosen])
+            if name in GEOMETRIC_OPERATIONS:
+                chosen = (operations == number).nonzero().flatten()
+                operation, low, high = GEOMETRIC_OPERATIONS[name]
+                # The latest map acts first on a point of the output.
+                maps[chosen] = maps[chosen] @ operation(low + (high - low) * shares[chosen])
     return maps
 
 

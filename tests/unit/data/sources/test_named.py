@@ -135,8 +135,3 @@ def test_data_folder_is_argument_then_environment_then_default(monkeypatch, tmp_
     monkeypatch.setenv("CDC_DATA", str(tmp_path))
     assert find_data_root() == tmp_path
     assert find_data_root("elsewhere").name == "elsewhere"
-
-
-def test_mistyped_name_is_answered_with_the_known_ones():
-    with pytest.raises(UserError, match="cifar10, cifar100, cifar20"):
-        open_images("cifar11")
