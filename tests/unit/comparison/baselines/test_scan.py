@@ -13,7 +13,6 @@ from cdc_plugin.comparison.baselines import scan
 from cdc_plugin.comparison.baselines.loop import BaselineTask
 from cdc_plugin.comparison.baselines.scan import (
     balanced_cross_entropy,
-    consistency_loss,
     scan_loss,
     train_scan,
     train_self_label,
@@ -144,12 +143,12 @@ def test_consistency_agrees_with_binary_cross_entropy_of_the_products(randomness
     one, other = torch.randn(2, 30, 7, generator=randomness)
     products = (F.softmax(one, dim=1) * F.softmax(other, dim=1)).sum(dim=1)
     expected = F.binary_cross_entropy(products, torch.ones(30))
-    assert consistency_loss(one, other).item() == pytest.approx(expected.item(), abs=1e-5)
+    assert scan_loss(one, other, 0.0).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_opposite_certainty_has_a_finite_loss_and_gradient():
     one = torch.tensor([[500.0, 0.0]], requires_grad=True)
-    loss = consistency_loss(one, torch.tensor([[0.0, 500.0]]))
+    loss = scan_loss(one, torch.tensor([[0.0, 500.0]]), 0.0)
     loss.backward()
     # log products are 0 - 500 in both clusters: log(2 e^-500)
     assert loss.item() == pytest.approx(500 - math.log(2), abs=1e-3)
