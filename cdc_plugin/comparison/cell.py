@@ -82,9 +82,9 @@ def run_cell(cell: Cell, opened: OpenedDataset, earlier: Cell | None, keep_model
     cell.folder.mkdir(parents=True, exist_ok=True)
     if keep_model and outcome.heads:
         cell.model.mkdir(exist_ok=True)
-        heads = (copy.deepcopy(head) for head in (outcome.heads[0], outcome.heads[-1]))
+        first, last = (copy.deepcopy(head) for head in (outcome.heads[0], outcome.heads[-1]))
         provenance = {"tool": "cdc_plugin", "method": cell.method.name, "seed": cell.seed, "set": cell.set}
-        Clusterer(setup.backbone, *heads).save(cell.model, provenance)
+        Clusterer(setup.backbone, first, last).save(cell.model, provenance)
     record = {
         "schema_version": SCHEMA_VERSION,
         "kind": "comparison_cell",

@@ -106,6 +106,8 @@ def test_fine_tuning_moves_the_backbone_and_learns_what_a_frozen_one_has_lost():
     assert logs[-1]["loss"] < logs[0]["loss"] / 2
     assert len(logs) == 20
     assert not task.backbone.training
+    task, labels = build_task(nn.Identity())  # nothing to tune
+    assert accuracy(task, train_supervised(task, labels, LABELLED), labels) > 0.9
 
 
 def test_fine_tuning_shows_labelled_images_only_each_twice_per_epoch():
@@ -130,18 +132,17 @@ def test_fine_tuning_is_repeatable_and_depends_on_the_seed():
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_a_frozen_backbone_is_no_obstacle():
-    task, labels = build_task(nn.Identity())
-    assert accuracy(task, train_supervised(task, labels, LABELLED), labels) > 0.9
+def draw_samples(samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels that were drawn from just their probabilities: T is 1 but for chance."""
+    randomness = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(samples, 4, generator=randomness, dtype=torch.float64)
+    return logits, torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
 
 
-def overconfident(images: int = 2000, clusters: int = 4, factor: float = 4.0) -> tuple[np.ndarray, np.ndarray]:
+def overconfident() -> tuple[np.ndarray, np.ndarray]:
     """Probabilities four times too sure, with labels 10, 20, ... that name the clusters in another order."""
-    randomness = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(images, clusters, generator=randomness)
-    drawn = torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
-    labels = torch.tensor([30, 10, 40, 20])[drawn]
-    return F.softmax(factor * logits, dim=1).numpy(), labels.numpy()
+    logits, drawn = draw_samples(2000)
+    return F.softmax(4 * logits, dim=1).numpy(), torch.tensor([30, 10, 40, 20])[drawn].numpy()
 
 
 def test_a_temperature_by_hand():
@@ -184,13 +185,6 @@ def test_probabilities_of_exactly_0_and_1_stay_finite(dtype):
     assert np.isfinite(new).all()
     assert np.allclose(new.sum(axis=1), 1)
     assert new[0, 0] == pytest.approx(0.75, abs=0.01)  # three of four are right
-
-
-def draw_samples(samples: int = 4000, clusters: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels that were drawn from just their probabilities: T is 1 but for chance."""
-    randomness = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(samples, clusters, generator=randomness, dtype=torch.float64)
-    return logits, torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
 
 
 def by_scipy(logits: torch.Tensor, labels: torch.Tensor) -> float:

@@ -107,31 +107,20 @@ def test_labels_agree_with_loops(randomness):
     assert list(zip(chosen.tolist(), labels.tolist(), strict=True)) == expected
 
 
-def test_as_many_clusters_as_samples_leaves_one_sample_for_each():
+def test_as_many_clusters_as_samples_leaves_one_sample_for_each_and_more_are_refused():
     probs = 0.6 * torch.eye(3) + 0.4 / 3
     chosen, labels = label_by_prototypes(torch.eye(3), probs)
     assert chosen.tolist() == labels.tolist() == [0, 1, 2]
-
-
-def test_features_of_length_zero_give_no_nan():
-    chosen, labels = label_by_prototypes(torch.zeros(6, 3), torch.full((6, 2), 0.5))
-    assert len(chosen) == len(labels) == 6
-    assert chosen.min() >= 0
-
-
-def test_a_batch_smaller_than_the_clusters_is_refused():
     with pytest.raises(ConfigError, match=r"a batch of 3 images cannot hold .* 4 clusters; pass batch_size=8"):
         label_by_prototypes(torch.ones(3, 2), torch.full((3, 4), 0.25))
 
 
-def test_double_softmax_loss_by_hand():
+def test_double_softmax_loss_by_hand_and_at_its_minimum():
     logits = torch.tensor([[0.75, 0.25]]).log()  # whose softmax is .75 and .25
     # softmax of (.75, .25) for label 0: 1 / (1 + e^-.5); for label 1: 1 / (1 + e^.5)
     assert double_softmax_loss(logits, torch.tensor([0])).item() == pytest.approx(math.log(1 + math.exp(-0.5)))
     assert double_softmax_loss(logits, torch.tensor([1])).item() == pytest.approx(math.log(1 + math.exp(0.5)))
-
-
-def test_double_softmax_loss_ends_at_its_stated_minimum_without_nan():
+    # The smallest value, where a prediction is right and sure.
     logits = torch.tensor([[1000.0, 0.0, 0.0, 0.0]], requires_grad=True)
     loss = double_softmax_loss(logits, torch.tensor([0]))
     loss.backward()
