@@ -211,7 +211,6 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-PROBS = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
 OLD = {"writer": "SCAN", "clusters": 2, "CONF": 0.99, "agreement_before": 1.0, "agreement_after": 0.9}
 
 
@@ -220,9 +219,10 @@ def run_of(old_model=None) -> PageData:
     images = ImageSet(np.zeros((3, 8, 8, 3), np.uint8), ["a", "b", "c"], skipped=[("d", "broken")], source="photos")
     measured = {"before": heads, "after": heads, "old_model": old_model, "label_free": {}}
     metrics = run_record(images, clusters=2, epochs=2, seed=0, seconds=3.0, **measured)
-    table = build_prediction_table(images.names, PROBS, PROBS)
+    probs = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
+    table = build_prediction_table(images.names, probs, probs)
     history = [{"epoch": 1, "seconds": 60.0}, {"epoch": 2, "seconds": 65.2}]
-    return collect_page(metrics, table, PROBS, images, history=history, backbone="moco.pth", settings="", command=None)
+    return collect_page(metrics, table, probs, images, history=history, backbone="moco.pth", settings="", command=None)
 
 
 def test_the_facts_count_all_epochs_and_an_old_model_comes_before_everything():

@@ -108,11 +108,6 @@ def random_cosines(seed: int = 0) -> torch.Tensor:
     return torch.rand(30, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
 
 
-def negative_entropy_of(sizes: list[int]) -> float:
-    total = sum(sizes)
-    return sum(size / total * math.log(size / total) for size in sizes if size)
-
-
 def test_a_center_is_moved_by_its_own_points_and_most_by_hard_ones():
     points = F.normalize(torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1)
     centers = torch.randn(3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
@@ -125,16 +120,14 @@ def test_a_center_is_moved_by_its_own_points_and_most_by_hard_ones():
     torch.testing.assert_close(centers.grad, expected)
 
 
-def test_representation_loss_by_hand():
+def test_representation_loss_and_its_gradient_by_hand():
     # The first view is at 3/4, the second at 1/2; targets: .2 + .8/2 = .6 and .2 + .8 * 3/4 = .8.
     first, second = torch.tensor([[0.1 * math.log(3.0), 0.0]]), torch.tensor([[0.0, 0.0]])
     by_first = -(0.6 * math.log(3 / 4) + 0.4 * math.log(1 / 4))
     by_second = math.log(2)
     loss = representation_loss(first, second, torch.tensor([0]), 0.1, 0.2)
     assert loss.item() == pytest.approx((by_first + by_second) / 2)
-
-
-def test_representation_loss_has_the_gradient_of_fixed_targets():
+    # The gradient is that of fixed targets.
     first, second = (random_cosines(seed=seed).requires_grad_() for seed in (0, 1))
     labels = torch.arange(30) % 4
     representation_loss(first, second, labels, 0.1, 0.3).backward()
@@ -156,7 +149,8 @@ def test_entropic_moves_agree_with_trying_every_cluster(weight):
             moved = list(sizes)
             moved[old] -= 1
             moved[new] += 1
-            values.append(row[new] - weight * 30 * negative_entropy_of(moved))
+            negative_entropy = sum(size / 30 * math.log(size / 30) for size in moved if size)
+            values.append(row[new] - weight * 30 * negative_entropy)
         expected.append(max(range(4), key=values.__getitem__))
     found = assign_by_entropy(cosines, torch.tensor(labels), torch.tensor(sizes), weight)
     assert found.tolist() == expected
