@@ -311,9 +311,8 @@ def _copy(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     for part in (PACKAGE, UNIT, Path("tests/helpers")):
         shutil.copytree(ROOT / part, folder / part, ignore=ignore)
-    for file in ("pyproject.toml", "tests/conftest.py", "tests/__init__.py"):
-        if (ROOT / file).exists():
-            shutil.copy(ROOT / file, folder / file)
+    for file in ("pyproject.toml", "tests/conftest.py"):
+        shutil.copy(ROOT / file, folder / file)
     return folder
 
 
