@@ -13,11 +13,11 @@ from cdc_plugin.cli import inspect as cli_inspect
 from cdc_plugin.config.recipes import demo_settings
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.inspect import inspect
-from cdc_plugin.evaluation.inspect_features import (
+from cdc_plugin.evaluation.inspect import (
     build_random_twin,
     choose_image_count,
     compare_neighbours,
+    inspect,
     measure_neighbours,
     measure_spread,
 )
@@ -161,7 +161,7 @@ def test_neighbours_kept_are_counted_by_hand():
 def test_slow_network_is_shown_fewer_images(tiny_backbone, digits, monkeypatch):
     pixels = torch.from_numpy(digits[0]).permute(0, 3, 1, 2)
     clock = iter([0.0, 8.0])
-    monkeypatch.setattr("cdc_plugin.evaluation.inspect_features.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("cdc_plugin.evaluation.inspect.time.monotonic", lambda: next(clock))
     assert choose_image_count(tiny_backbone, pixels) == 62
 
 

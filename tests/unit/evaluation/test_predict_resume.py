@@ -3,6 +3,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,16 +17,16 @@ from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation import predict_resume
-from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor, predict_images, prepare
+from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor, prepare
 from cdc_plugin.evaluation.predict_resume import (
     INPUTS,
     PartFolder,
     choose_parts_folder,
     describe_inputs,
     predict_in_parts,
-    remove_parts,
 )
 from cdc_plugin.training.runtime import SINGLE, Distributed
+from tests.helpers.predictions import predict_at_once, table_of
 
 CPU = torch.device("cpu")
 
@@ -66,12 +67,13 @@ def computed(monkeypatch) -> list[int]:
 
 def assert_same(found: Prediction | None, expected: Prediction) -> None:
     assert found is not None
-    assert found.table.dtype == expected.table.dtype
-    for name in expected.table.dtype.names or ():
-        if expected.table[name].dtype.kind == "f":
-            np.testing.assert_allclose(found.table[name], expected.table[name], atol=1e-6)
+    actual, table = table_of(found), table_of(expected)
+    assert actual.dtype == table.dtype
+    for name in table.dtype.names or ():
+        if table[name].dtype.kind == "f":
+            np.testing.assert_allclose(actual[name], table[name], atol=1e-6)
         else:
-            assert found.table[name].tolist() == expected.table[name].tolist()
+            assert actual[name].tolist() == table[name].tolist()
     assert found.positions.tolist() == expected.positions.tolist()
     assert found.skipped == expected.skipped
     assert found.source == expected.source
@@ -97,7 +99,7 @@ def test_the_table_does_not_depend_on_parts_or_batches(tiny_clusterer, photos, k
     (photos / "image 009.png").write_bytes(b"x")
     tiny_clusterer.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.99999)
     found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, size), kept, SINGLE)
-    assert_same(found, predict_images(tiny_clusterer, photos, CPU, 30))
+    assert_same(found, predict_at_once(tiny_clusterer, photos, 30))
     assert len(list(kept.glob("*.npz"))) == 4
 
 
@@ -107,7 +109,7 @@ def test_after_a_fault_finished_parts_are_not_computed_again(predictor, kept, co
     computed.clear()
     found = predict_in_parts(predictor, kept, SINGLE)
     assert computed == [4, 4, 4, 2]  # 14 of 30 images
-    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
+    assert_same(found, predict_at_once(predictor.model, Path(predictor.stream.description)))
 
 
 def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, computed):
@@ -116,7 +118,7 @@ def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, comput
     computed.clear()
     found = predict_in_parts(predictor, kept, SINGLE)
     assert computed == [4, 4]
-    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
+    assert_same(found, predict_at_once(predictor.model, Path(predictor.stream.description)))
 
 
 def test_another_model_other_images_or_another_part_size_start_over(
@@ -184,7 +186,7 @@ def test_unreadable_images_of_a_finished_part_are_remembered(tiny_clusterer, pho
     interrupt(monkeypatch, predictor, kept, after=3)
     assert len(list(kept.glob("*.npz"))) == 2
     found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, 4), kept, SINGLE)
-    assert_same(found, predict_images(tiny_clusterer, photos, CPU))
+    assert_same(found, predict_at_once(tiny_clusterer, photos))
     assert found is not None
     assert len(found.skipped) == 10
 
@@ -197,7 +199,7 @@ def test_images_that_vanish_meanwhile_are_skipped_with_the_reason_unless_all_do(
     assert found.positions.tolist() == list(range(20))
     assert [name for name, _ in found.skipped] == [f"image {number:03d}.png" for number in range(20, 30)]
     assert all("No such file" in reason for _, reason in found.skipped)
-    remove_parts(kept)
+    shutil.rmtree(kept)
     for path in photos.iterdir():
         path.unlink()
     with pytest.raises(UserError, match="none of the 30 images"):
@@ -207,7 +209,7 @@ def test_images_that_vanish_meanwhile_are_skipped_with_the_reason_unless_all_do(
 
 def test_a_single_part_leaves_nothing_on_disk(tiny_clusterer, digits, kept):
     found = predict_in_parts(prepare(tiny_clusterer, digits[0][:8], CPU, 4), kept, SINGLE)
-    assert_same(found, predict_images(tiny_clusterer, digits[0][:8], CPU))
+    assert_same(found, predict_at_once(tiny_clusterer, digits[0][:8]))
     assert not kept.exists()
 
 
@@ -224,7 +226,7 @@ def test_tables_in_parts_are_the_whole_table_with_more_columns(predictor, kept):
     tables = list(found.tables(selected=np.arange(30) % 2 == 0))
     assert [len(table) for table in tables] == [8, 8, 8, 6]
     assert [flag for table in tables for flag in table["selected"]] == [True, False] * 15
-    assert tables[0].dtype.names[:-1] == found.table.dtype.names
+    assert tables[0].dtype.names[:-1] == table_of(found).dtype.names
     assert found.column("outlier") is None
 
 
@@ -258,7 +260,7 @@ def test_every_image_is_computed_once_by_any_number_of_processes(tiny_clusterer,
     predictor = prepare(tiny_clusterer, digits[0][:count], CPU, 4)
     found = by_turns(predictor, kept, size, [*reversed(range(1, size)), 0])
     assert sum(computed) == count
-    assert_same(found, predict_images(tiny_clusterer, digits[0][:count], CPU))
+    assert_same(found, predict_at_once(tiny_clusterer, digits[0][:count]))
 
 
 def test_another_number_of_processes_resumes(predictor, kept, computed):
@@ -266,7 +268,7 @@ def test_another_number_of_processes_resumes(predictor, kept, computed):
     assert sum(computed) == 8
     found = by_turns(predictor, kept, 2, [1, 0])
     assert sum(computed) == 30
-    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
+    assert_same(found, predict_at_once(predictor.model, Path(predictor.stream.description)))
 
 
 def test_processes_that_see_other_images_do_not_work_together(predictor, photos, kept):

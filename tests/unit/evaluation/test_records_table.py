@@ -13,7 +13,7 @@ from cdc_plugin.evaluation.records import (
     build_table,
     compute_outlier_columns,
     compute_prediction_columns,
-    write_table,
+    write_tables,
 )
 
 CLUSTERING = np.array([[0.9, 0.1, 0.0], [0.2, 0.7, 0.1], [0.5, 0.4, 0.1], [0.0, 0.0, 1.0]], dtype=np.float32)
@@ -70,7 +70,7 @@ def test_the_csv_reads_back_with_commas_quotes_and_unicode_in_names(tmp_path):
     names = ['say "cheese".png', "a, b.png", "größe 漢字.png", "line\nbreak.png"]
     trusted = np.array([True, False, True, False])
     table = build_prediction_table(names, CLUSTERING, CALIBRATION, {"trusted": trusted})
-    write_table(tmp_path / "p.csv", table)
+    write_tables(tmp_path / "p.csv", [table])
     with open(tmp_path / "p.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["path"] for row in rows] == names
@@ -81,17 +81,17 @@ def test_the_csv_reads_back_with_commas_quotes_and_unicode_in_names(tmp_path):
 
 def test_names_that_are_no_valid_text_do_not_lose_the_table(tmp_path):
     name = b"\xff\xfe.png".decode("utf-8", "surrogateescape")  # how Python spells such a file name
-    write_table(tmp_path / "p.csv", build_prediction_table([name] * 4, CLUSTERING, CALIBRATION))
+    write_tables(tmp_path / "p.csv", [build_prediction_table([name] * 4, CLUSTERING, CALIBRATION)])
     assert b"\xff\xfe.png" in (tmp_path / "p.csv").read_bytes()
 
 
 @pytest.mark.parametrize("rows", [0, 1, BLOCK, BLOCK + 1])
 def test_a_table_of_any_length_is_written_whole(tmp_path, rows):
-    write_table(tmp_path / "p.csv", build_table([str(row) for row in range(rows)], {"cluster": np.arange(rows)}))
+    write_tables(tmp_path / "p.csv", [build_table([str(row) for row in range(rows)], {"cluster": np.arange(rows)})])
     lines = (tmp_path / "p.csv").read_text().splitlines()
     assert lines == ["index,cluster", *(f"{row},{row}" for row in range(rows))]
 
 
 def test_a_table_that_cannot_be_written_is_told_in_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot write"):
-        write_table(tmp_path / "missing" / "p.csv", build_table(["a"], {"cluster": np.array([0])}))
+        write_tables(tmp_path / "missing" / "p.csv", [build_table(["a"], {"cluster": np.array([0])})])
