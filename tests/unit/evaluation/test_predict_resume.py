@@ -101,24 +101,25 @@ def test_the_table_does_not_depend_on_parts_or_batches(tiny_clusterer, photos, k
     found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, size), kept, SINGLE)
     assert_same(found, predict_at_once(tiny_clusterer, photos, 30))
     assert len(list(kept.glob("*.npz"))) == 4
+    assert found is not None
+    tables = list(found.tables(selected=np.arange(29) % 2 == 0))
+    assert [len(table) for table in tables] == [8, 7, 8, 6]
+    assert [flag for table in tables for flag in table["selected"]] == [True, False] * 14 + [True]
+    assert tables[0].dtype.names == (*table_of(found).dtype.names, "selected")
 
 
-def test_after_a_fault_finished_parts_are_not_computed_again(predictor, kept, computed, monkeypatch):
+def test_after_a_fault_what_is_missing_is_computed_and_nothing_else(predictor, photos, kept, computed, monkeypatch):
     interrupt(monkeypatch, predictor, kept, after=5)
     assert len(list(kept.glob("*.npz"))) == 2
     computed.clear()
-    found = predict_in_parts(predictor, kept, SINGLE)
+    expected = predict_at_once(predictor.model, photos)
+    computed.clear()
+    assert_same(predict_in_parts(predictor, kept, SINGLE), expected)
     assert computed == [4, 4, 4, 2]  # 14 of 30 images
-    assert_same(found, predict_at_once(predictor.model, Path(predictor.stream.description)))
-
-
-def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, computed):
-    predict_in_parts(predictor, kept, SINGLE)
     sorted(kept.glob("*.npz"))[1].unlink()
     computed.clear()
-    found = predict_in_parts(predictor, kept, SINGLE)
+    assert_same(predict_in_parts(predictor, kept, SINGLE), expected)
     assert computed == [4, 4]
-    assert_same(found, predict_at_once(predictor.model, Path(predictor.stream.description)))
 
 
 def test_another_model_other_images_or_another_part_size_start_over(
@@ -207,27 +208,16 @@ def test_images_that_vanish_meanwhile_are_skipped_with_the_reason_unless_all_do(
     assert not kept.exists()
 
 
-def test_a_single_part_leaves_nothing_on_disk(tiny_clusterer, digits, kept):
-    found = predict_in_parts(prepare(tiny_clusterer, digits[0][:8], CPU, 4), kept, SINGLE)
-    assert_same(found, predict_at_once(tiny_clusterer, digits[0][:8]))
+def test_neither_a_single_part_nor_nonsense_is_kept(predictor, digits, kept):
+    found = predict_in_parts(prepare(predictor.model, digits[0][:8], CPU, 4), kept, SINGLE)
+    assert_same(found, predict_at_once(predictor.model, digits[0][:8]))
+    assert found is not None
+    assert found.column("outlier") is None
     assert not kept.exists()
-
-
-def test_nonsense_is_refused_before_it_is_kept(predictor, kept):
     predictor.model.calibration_head[-1].bias.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         predict_in_parts(predictor, kept, SINGLE)
     assert not kept.exists()
-
-
-def test_tables_in_parts_are_the_whole_table_with_more_columns(predictor, kept):
-    found = predict_in_parts(predictor, kept, SINGLE)
-    assert found is not None
-    tables = list(found.tables(selected=np.arange(30) % 2 == 0))
-    assert [len(table) for table in tables] == [8, 8, 8, 6]
-    assert [flag for table in tables for flag in table["selected"]] == [True, False] * 15
-    assert tables[0].dtype.names[:-1] == table_of(found).dtype.names
-    assert found.column("outlier") is None
 
 
 @dataclass(frozen=True)
@@ -263,12 +253,12 @@ def test_every_image_is_computed_once_by_any_number_of_processes(tiny_clusterer,
     assert_same(found, predict_at_once(tiny_clusterer, digits[0][:count]))
 
 
-def test_another_number_of_processes_resumes(predictor, kept, computed):
+def test_another_number_of_processes_resumes(predictor, photos, kept, computed):
     by_turns(predictor, kept, 3, [1])  # the others have died
     assert sum(computed) == 8
     found = by_turns(predictor, kept, 2, [1, 0])
     assert sum(computed) == 30
-    assert_same(found, predict_at_once(predictor.model, Path(predictor.stream.description)))
+    assert_same(found, predict_at_once(predictor.model, photos))
 
 
 def test_processes_that_see_other_images_do_not_work_together(predictor, photos, kept):
@@ -315,8 +305,12 @@ def flip_a_bit(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [lambda _: b"", lambda _: b"PK\x03\x04half", lambda content: content[:-40], flip_a_bit]
 )
-def test_a_damaged_part_counts_as_missing(folder, damage, caplog):
+def test_a_damaged_part_counts_as_missing_and_what_a_killed_process_left_is_removed_silently(folder, damage, caplog):
     folder.save(0, part(0))
+    (folder.path / ".000001-x.npz.abc").write_bytes(b"half")
+    assert folder.resume() == [0]
+    assert len(list(folder.path.iterdir())) == 2
+    assert "not used" not in caplog.text
     folder.save(1, part(3, 500))
     file = folder.file(1)
     file.write_bytes(damage(file.read_bytes()))
@@ -324,14 +318,6 @@ def test_a_damaged_part_counts_as_missing(folder, damage, caplog):
     assert not file.exists()
     assert "damaged" in caplog.text
     assert "resuming: 1 of 3 parts are finished" in caplog.text
-
-
-def test_what_a_killed_process_left_of_a_part_is_removed_silently(folder, caplog):
-    folder.save(0, part(0))
-    (folder.path / ".000001-x.npz.abc").write_bytes(b"half")
-    assert folder.resume() == [0]
-    assert len(list(folder.path.iterdir())) == 2
-    assert "not used" not in caplog.text
 
 
 def test_a_full_disk_leaves_finished_parts_and_no_half_one(folder, monkeypatch):
@@ -346,9 +332,6 @@ def test_a_full_disk_leaves_finished_parts_and_no_half_one(folder, monkeypatch):
         folder.save(1, part(3))
     assert folder.resume() == [0]
     assert {path.name for path in folder.path.iterdir()} == {INPUTS, folder.file(0).name}
-
-
-def test_a_part_that_another_machine_wrote_elsewhere_is_named(folder):
-    folder.save(0, part(0))
+    # Another machine may have written the part elsewhere.
     with pytest.raises(UserError, match=r"part 2 of 3 cannot be read .* a disk that all of them share"):
         list(folder)

@@ -153,11 +153,8 @@ def test_rows_that_were_removed_count_as_not_answered(filled):
     assert "2 of the 30 drawn images are not in the file" in result.notes[0]
 
 
-def test_an_audit_of_every_image_says_so(filled):
-    assert "every image was looked at" in read_answers(filled(["y"] * 20, images=20)).lines()[-1]
-
-
 def test_the_words_for_the_terminal(filled):
+    assert "every image was looked at" in read_answers(filled(["y"] * 20, images=20)).lines()[-1]
     lines = read_answers(filled(["y"] * 95 + ["n"] * 5, confidence=[0.94] * 100)).lines()
     assert "100 of 100 images answered, drawn from 500 (photos by model)" in lines[0]
     assert all(fact in lines[1] for fact in ("95.0% (95 of 100 right)", "88.7%", "98.4%", "89.8%"))

@@ -1,6 +1,5 @@
 """Every file is read back by an independent reader and holds what the table holds."""
 
-import csv
 import json
 import os
 from urllib.parse import parse_qs, urlsplit
@@ -11,20 +10,16 @@ import pytest
 
 from cdc_plugin.evaluation import writers
 from cdc_plugin.evaluation.writers.files import escape_name, name_clusters
+from tests.helpers.commands import read_table
 
 # The columns of the fifth row beside cluster and confidence; true and false are equal to 1 and 0.
 OTHERS = {"clustering_confidence": 0.5, "second_cluster": 4, "second_confidence": 0.1, "distance": 9.5}
 OTHERS |= {"outlier": 1, "selected": 0}
 
 
-def rows_of(file):
-    with open(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
-        return list(csv.DictReader(text))
-
-
 def test_csv_holds_all_columns(tmp_path, images, odd_table):
     assert writers.write("csv", tmp_path / "p.csv", [odd_table], images) == [tmp_path / "p.csv"]
-    rows = rows_of(tmp_path / "p.csv")
+    rows = read_table(tmp_path / "p.csv")
     assert list(rows[0]) == list(odd_table.dtype.names)
     assert [row["path"] for row in rows] == odd_table.path.tolist()
     assert [row["outlier"] for row in rows] == ["0", "0", "0", "0", "1", "0", "0"]
@@ -111,7 +106,7 @@ def test_json_is_valid_unicode_whatever_the_names(tmp_path, images, odd_table, t
 def test_cvat_gets_one_tag_an_image_and_a_table_of_categories_whichever_is_named(tmp_path, images, table, out):
     written = writers.write("cvat", tmp_path / out, [table], images)
     assert [file.name for file in written] == ["p.xml", "p.csv", "p.labels.json"]
-    rows = rows_of(tmp_path / "p.csv")
+    rows = read_table(tmp_path / "p.csv")
     assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
     assert [row["file_name"] for row in rows] == table.path.tolist()
     assert (rows[4]["category_id"], rows[4]["category_name"], rows[4]["score"]) == ("11", "cluster 11", "0.5")
@@ -141,7 +136,7 @@ def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, 
     writers.write("cvat", tmp_path / "p.xml", [odd_table], images)
     names = [image.attrib["name"] for image in ElementTree.parse(tmp_path / "p.xml").iter("image")]
     assert names == odd_table.path.tolist()[4:]
-    assert [row["file_name"] for row in rows_of(tmp_path / "p.csv")] == odd_table.path.tolist()
+    assert [row["file_name"] for row in read_table(tmp_path / "p.csv")] == odd_table.path.tolist()
     assert "4 images are in the CSV but not in the XML" in caplog.text
 
 
