@@ -85,10 +85,13 @@ def test_other_images_are_measured_by_the_prototypes_and_not_compared_with_the_s
     assert report.metrics["label_free"]["stability"] is None
 
 
-def test_without_labels_no_figure_that_needs_them_is_left(finished, tmp_path):
-    metrics = evaluate(finished, out=tmp_path / "out", labels=False, device="cpu").metrics
+def test_without_labels_no_figure_that_needs_them_is_left_and_a_place_is_chosen(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reports = [evaluate(finished, labels=False, device="cpu") for _ in range(2)]
+    metrics = reports[0].metrics
     assert (metrics["labels"], metrics["classes"], metrics["before"]) == (False, None, None)
     assert not WITH_LABELS & {name for figures in metrics["after"].values() for name in figures}
+    assert [str(report.folder) for report in reports] == [f"cdc-runs/photos-evaluation-{n}" for n in (1, 2)]
 
 
 def test_an_old_clustering_model_is_shown_once_as_it_is(scan_checkpoint, archive, tmp_path):
@@ -160,12 +163,6 @@ def test_a_run_given_for_the_report_loses_nothing_but_an_older_report(finished, 
     assert again.metrics["before"] == json.loads(before["report.json"])["before"]
 
 
-def test_reports_without_a_place_get_numbered_folders(finished, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = [evaluate(finished, out=None, device="cpu").folder for _ in range(2)]
-    assert [str(folder) for folder in folders] == ["cdc-runs/photos-evaluation-1", "cdc-runs/photos-evaluation-2"]
-
-
 def test_models_that_differ_in_everything_are_compared_on_the_same_images(
     finished, scan_checkpoint, tiny_backbone, tmp_path, noise
 ):
@@ -225,18 +222,12 @@ def open_clusterer(backbone, *heads: nn.Module):
     return open_model(Clusterer(backbone, heads[0], heads[-1]))
 
 
-@pytest.fixture
-def two_and_one(tiny_backbone):
-    """A model with two heads, and one that has the second of them alone."""
+def test_each_head_answers_for_itself_and_one_head_does_not_praise_its_agreement_with_itself(tiny_backbone, digits):
     torch.manual_seed(1)
     first, second = (ClusterHead(8, 12, 3).eval() for _ in range(2))
-    return [open_clusterer(tiny_backbone, *heads) for heads in ((first, second), (second,))]
-
-
-def test_each_head_answers_for_itself_and_one_head_answers_once(two_and_one, digits):
-    images = open_images(digits[0][:20], 32)
-    both, one = (run_model(evaluated, images, CPU) for evaluated in two_and_one)
-    second = two_and_one[1].model.calibration_head
+    evaluated = [open_clusterer(tiny_backbone, *heads) for heads in ((first, second), (second,))]
+    images = open_images(digits[0][:30], 32)
+    both, one = outputs = [run_model(model, images, CPU) for model in evaluated]
     assert list(both.heads) == ["clustering_head", "calibration_head"]
     assert list(one.heads) == ["model"]
     with torch.no_grad():
@@ -244,28 +235,22 @@ def test_each_head_answers_for_itself_and_one_head_answers_once(two_and_one, dig
     np.testing.assert_allclose(both.calibration, expected, atol=1e-6)
     np.testing.assert_array_equal(one.calibration, both.calibration)
     assert not np.allclose(both.clustering, both.calibration)
+    two_heads, one_head = (
+        quality_card(model, found, found.calibration.argmax(axis=1), images, CPU)
+        for model, found in zip(evaluated, outputs, strict=True)
+    )
+    assert two_heads["heads_agree"] is not None
+    assert (one_head["heads_agree"], one_head["clustering_confidence"], one_head["stability"]) == (None, None, None)
+    assert one_head["kmeans_agreement"] == 1.0
+    assert one_head["expected_accuracy"] == two_heads["expected_accuracy"]
+    assert one_head["warnings"][0]["kind"] == "uncalibrated"
+    assert "uncalibrated" not in {warning["kind"] for warning in two_heads["warnings"]}
 
 
 def test_features_that_are_not_finite_are_refused(tiny_backbone, digits):
     next(tiny_backbone.parameters()).data.fill_(math.nan)
     with pytest.raises(UserError, match="not finite"):
         run_model(open_clusterer(tiny_backbone, ClusterHead(8, 12, 3)), open_images(digits[0][:4], 32), CPU)
-
-
-def test_a_card_with_one_head_does_not_praise_its_agreement_with_itself(two_and_one, digits):
-    images = open_images(digits[0][:30], 32)
-    cards = []
-    for evaluated in two_and_one:
-        outputs = run_model(evaluated, images, CPU)
-        cards.append(quality_card(evaluated, outputs, outputs.calibration.argmax(axis=1), images, CPU))
-    two, one = cards
-    assert two["heads_agree"] is not None
-    assert (one["heads_agree"], one["clustering_confidence"]) == (None, None)
-    assert one["kmeans_agreement"] == 1.0
-    assert one["expected_accuracy"] == two["expected_accuracy"]
-    assert one["stability"] is None
-    assert one["warnings"][0]["kind"] == "uncalibrated"
-    assert "uncalibrated" not in {warning["kind"] for warning in two["warnings"]}
 
 
 def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
@@ -281,7 +266,7 @@ def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
     assert set(scores["distance"]) == {"AUROC", "FPR95", "AUPR"}
 
 
-def test_every_image_is_measured_by_prototypes_of_the_other_half(randomness):
+def test_every_image_is_measured_by_prototypes_of_the_other_half_or_by_given_ones(randomness):
     features = torch.randn(40, 5, generator=randomness)
     outputs = build_outputs(features)
     assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
@@ -291,6 +276,9 @@ def test_every_image_is_measured_by_prototypes_of_the_other_half(randomness):
     torch.testing.assert_close(found.inside[1::2], even.distance(features[1::2]))
     other = torch.randn(7, 5, generator=randomness)
     torch.testing.assert_close(found.distance(other), (even.distance(other) + odd.distance(other)) / 2)
+    given = outlier_reference(build_outputs(other), even)
+    torch.testing.assert_close(given.inside, even.distance(other))
+    torch.testing.assert_close(given.distance(features), even.distance(features))
 
 
 def test_images_of_the_same_kind_are_not_told_apart_however_many_features_there_are(randomness):
@@ -302,12 +290,3 @@ def test_images_of_the_same_kind_are_not_told_apart_however_many_features_there_
     flattering = score_outside(outputs, build_outputs(outside), own)["distance"]["AUROC"]
     assert fair == pytest.approx(0.5, abs=0.1)
     assert flattering > 0.9
-
-
-def test_given_prototypes_measure_all_images(randomness):
-    features = torch.randn(30, 4, generator=randomness)
-    prototypes = fit_prototypes(features, torch.arange(30) % 2, 2)
-    other = torch.randn(6, 4, generator=randomness)
-    found = outlier_reference(build_outputs(other), prototypes)
-    torch.testing.assert_close(found.inside, prototypes.distance(other))
-    torch.testing.assert_close(found.distance(features), prototypes.distance(features))

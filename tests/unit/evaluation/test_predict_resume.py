@@ -111,7 +111,6 @@ def test_the_table_does_not_depend_on_parts_or_batches(tiny_clusterer, photos, k
 def test_after_a_fault_what_is_missing_is_computed_and_nothing_else(predictor, photos, kept, computed, monkeypatch):
     interrupt(monkeypatch, predictor, kept, after=5)
     assert len(list(kept.glob("*.npz"))) == 2
-    computed.clear()
     expected = predict_at_once(predictor.model, photos)
     computed.clear()
     assert_same(predict_in_parts(predictor, kept, SINGLE), expected)

@@ -25,20 +25,17 @@ def test_csv_holds_all_columns(tmp_path, images, odd_table):
     assert [row["outlier"] for row in rows] == ["0", "0", "0", "0", "1", "0", "0"]
 
 
-def test_parquet_has_proper_types_and_the_same_values(tmp_path, images, table):
+def test_parquet_has_proper_types_escapes_bytes_that_are_no_text_and_has_a_number_for_index(
+    tmp_path, images, odd_table
+):
     parquet = pytest.importorskip("pyarrow.parquet")
-    writers.write("parquet", tmp_path / "p.parquet", [table], images)
+    writers.write("parquet", tmp_path / "p.parquet", [odd_table], images)
     found = parquet.read_table(tmp_path / "p.parquet")
     types = ["string", "int32", "float", "float", "int32", "float", "float", "bool", "bool"]
     assert [str(field.type) for field in found.schema] == types
-    for name in table.dtype.names:
-        np.testing.assert_array_equal(found[name].to_numpy(), table[name])
-
-
-def test_parquet_escapes_bytes_that_are_no_text_and_has_a_number_for_index(tmp_path, images, odd_table):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    writers.write("parquet", tmp_path / "p.parquet", [odd_table], images)
-    assert parquet.read_table(tmp_path / "p.parquet")["path"].to_pylist()[:2] == ["bad\\xff.png", "control\x01.png"]
+    assert found["path"].to_pylist()[:2] == ["bad\\xff.png", "control\x01.png"]
+    for name in odd_table.dtype.names[1:]:
+        np.testing.assert_array_equal(found[name].to_numpy(), odd_table[name])
     table = np.rec.fromarrays(
         [np.array(["0", "7"], dtype=object), np.array([1, 0]), np.array([0.5, 1], dtype=np.float32)],
         names=["index", "cluster", "confidence"],
@@ -90,6 +87,8 @@ def test_fiftyone_labels_are_keyed_by_the_path_of_the_image(tmp_path, images, ta
     assert label["attributes"] == OTHERS
     assert (label["attributes"]["outlier"], label["attributes"]["selected"]) == (True, False)
     assert type(label["attributes"]["outlier"]) is bool
+    writers.write("fiftyone", tmp_path / "p.json", [table[:1]], images / "a.jpg")  # one image: within its folder
+    assert list(json.loads((tmp_path / "p.json").read_text())["labels"]) == [str(images / "a.jpg")]
 
 
 @pytest.mark.parametrize("to", ["label-studio", "fiftyone"])
@@ -140,20 +139,12 @@ def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, 
     assert "4 images are in the CSV but not in the XML" in caplog.text
 
 
-def test_one_image_is_named_within_its_folder(tmp_path, images, table):
-    writers.write("fiftyone", tmp_path / "p.json", [table[:1]], images / "a.jpg")
-    assert list(json.loads((tmp_path / "p.json").read_text())["labels"]) == [str(images / "a.jpg")]
-
-
-def test_cluster_names_sort_as_numbers(table):
+def test_cluster_names_sort_as_numbers_valid_names_stay_as_they_are_and_invalid_ones_stay_apart(table):
     assert name_clusters(table)[:2] == ["cluster 00", "cluster 01"]
     table["second_cluster"][0] = 100
     names = name_clusters(table)
     assert len(names) == 101
     assert names == sorted(names)
-
-
-def test_valid_names_stay_as_they_are_and_invalid_ones_stay_apart():
     for name in ("plain.png", "Ä 日本.png", "\U0001f600.png"):
         assert escape_name(name) == name
     assert escape_name(os.fsdecode(b"bad\xff.png")) != escape_name(os.fsdecode(b"bad\xfe.png"))
