@@ -46,7 +46,7 @@ class Mutant:
 
 # fmt: off
 KMEANS = "core/test_kmeans.py"
-TRAINING, COLLAPSE, QUALITY = "training/test_mathematics.py", "training/test_collapse.py", "evaluation/test_quality_thresholds.py"
+TRAINING, COLLAPSE, QUALITY = "training/test_mathematics.py", "training/test_collapse.py", "evaluation/test_quality.py"
 MUTANTS = [
     # k-means
     Mutant("one iteration only", "core/kmeans.py", "assignment, distance = nearest(points, centers)\n    for _ in range(iterations):", "assignment, distance = nearest(points, centers)\n    for _ in range(1):", KMEANS),

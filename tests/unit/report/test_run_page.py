@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head, run_record
+from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head, start_record
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.run_page import collect_page, measure_clusters, render_page
@@ -218,7 +218,7 @@ def run_of(old_model=None) -> PageData:
     heads = {"kmeans": {}, "clustering_head": {"CONF": 0.9}, "calibration_head": {"CONF": 0.8}}
     images = ImageSet(np.zeros((3, 8, 8, 3), np.uint8), ["a", "b", "c"], skipped=[("d", "broken")], source="photos")
     measured = {"before": heads, "after": heads, "old_model": old_model, "label_free": {}}
-    metrics = run_record(images, clusters=2, epochs=2, seed=0, seconds=3.0, **measured)
+    metrics = start_record("refinement", images, 2) | {"epochs": 2, "seed": 0, "seconds": 3.0, **measured}
     probs = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
     table = build_prediction_table(images.names, probs, probs)
     history = [{"epoch": 1, "seconds": 60.0}, {"epoch": 2, "seconds": 65.2}]
