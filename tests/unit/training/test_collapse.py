@@ -166,6 +166,9 @@ def test_each_kind_is_told_once_by_the_epoch_that_brings_it():
     told = [finding for end in range(1, 6) for finding in detect_new(whole[:end], config)]
     assert told == detect(whole, config)
     assert len({(finding.kind, finding.dead) for finding in told}) == len(told) == 4
+    [warning] = as_warnings([Finding(2, "few-selected", "Only 3% are selected.")])  # of the report
+    text = "After epoch 2: Only 3% are selected."
+    assert warning == {"kind": "few-selected", "text": text, "epoch": 2, "dead": False}
 
 
 def test_what_an_epoch_does_not_say_alarms_nobody():
@@ -179,16 +182,10 @@ def test_what_an_epoch_does_not_say_alarms_nobody():
     assert "nan" not in unknown[0].text
 
 
-def test_warnings_of_the_report_say_which_epoch_they_are_of():
-    [warning] = as_warnings([Finding(2, "few-selected", "Only 3% are selected.")])
-    text = "After epoch 2: Only 3% are selected."
-    assert warning == {"kind": "few-selected", "text": text, "epoch": 2, "dead": False}
-
-
 DEAD = history(selected=[0.03, 0.0, 0.0])
 
 
-def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
+def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change_also_when_it_is_resumed():
     config = settings(selection="fixed")
     refuse_dead(DEAD[:2], config)
     with pytest.raises(UserError) as error:
@@ -198,16 +195,11 @@ def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
     assert "\n" not in said
     for word in ("selection=confident", "kept", "resume=True", "on_collapse=warn"):
         assert word in said
-
-
-def test_a_dead_run_that_is_resumed_is_refused_again():
     longer = [*DEAD, {**DEAD[-1], "epoch": 4}]
     assert detect_new(longer, settings()) == []
     with pytest.raises(UserError, match="stopped after epoch 4"):
         refuse_dead(longer, settings())
-
-
-def test_nothing_is_refused_after_the_last_epoch_or_where_the_user_wants_to_go_on():
+    # Nothing is refused after the last epoch, nor where the user wants to go on.
     refuse_dead(DEAD, settings(epochs=3))
     refuse_dead(DEAD, settings(on_collapse="warn"))
     refuse_dead([], settings())

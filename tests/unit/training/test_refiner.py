@@ -146,27 +146,21 @@ def test_unusual_sizes_and_identical_images_train_without_nan(changes, count):
         assert all_finite(refiner)
 
 
-def test_more_clusters_than_images_in_a_batch_are_refused():
+def test_more_clusters_than_images_in_a_batch_and_an_unknown_selection_are_refused():
     with pytest.raises(UserError, match="batch_size"):
         make(settings(clusters=10)).train_batch(views(count=6), torch.Generator())
-
-
-def test_an_unknown_selection_is_refused():
     with pytest.raises(UserError, match="did you mean 'confident'"):
         make(settings(selection="confidnt"))
 
 
-def test_a_loss_that_is_not_finite_is_refused():
-    refiner, broken = make(settings()), views()
+@pytest.mark.parametrize("mini_clusters", [6, 0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_and_a_backbone_that_has_diverged_are_refused(mini_clusters, value):
+    refiner, broken = make(settings(mini_clusters=mini_clusters)), views()
     broken.strong[:] = float("nan")
     refiner.select = trust(1)
     with pytest.raises(NotFiniteError):
         refiner.train_batch(broken, torch.Generator())
-
-
-@pytest.mark.parametrize("mini_clusters", [6, 0])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_backbone_that_has_diverged_is_refused(mini_clusters, value):
     refiner = make(settings(mini_clusters=mini_clusters))
     nn.init.constant_(refiner.networks.backbone[0].weight, value)
     with pytest.raises(NotFiniteError):

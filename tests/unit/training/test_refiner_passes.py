@@ -106,15 +106,7 @@ def test_strong_views_that_are_made_when_they_are_needed_train_the_same(passes):
     assert max(asked[0]) < 40 <= min(asked[1])
 
 
-def test_judging_asks_for_no_strong_view():
-    given = views()
-    refuse = Views(given.plain, given.weak, lambda own: pytest.fail("asked for"), given.rows)
-    refiner = make(settings())
-    judged = refiner.compute_targets(refuse, torch.Generator())
-    assert torch.equal(judged.features, refiner.compute_targets(given, torch.Generator()).features)
-
-
-def test_strong_views_are_made_in_full_precision():
+def test_strong_views_are_made_in_full_precision_and_not_for_judging():
     given, kinds = views(), set()
 
     def lazily(own: Tensor) -> Tensor:
@@ -122,8 +114,10 @@ def test_strong_views_are_made_in_full_precision():
         kinds.add((strong @ strong.T).dtype)
         return strong
 
-    refiner = make(settings(precision="bfloat16"))
-    refiner.train_batch(Views(given.plain, given.weak, lazily, given.rows), torch.Generator())
+    refiner, lazy = make(settings(precision="bfloat16")), Views(given.plain, given.weak, lazily, given.rows)
+    refiner.compute_targets(lazy, torch.Generator())
+    assert kinds == set()
+    refiner.train_batch(lazy, torch.Generator())
     assert kinds == {torch.float32}
 
 

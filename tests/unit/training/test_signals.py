@@ -41,7 +41,7 @@ def test_the_first_signal_is_noted_and_the_second_ends(number):
         pytest.fail("the second signal was not heard")
 
 
-def test_who_was_asked_and_does_not_end_is_ended_on_leaving():
+def test_who_was_asked_and_does_not_end_is_ended_on_leaving_unless_by_another_error():
     reached = []
     with noticing_termination() as notice:
         notice.end()  # nobody has asked
@@ -49,9 +49,6 @@ def test_who_was_asked_and_does_not_end_is_ended_on_leaving():
         tell()
         reached.append("the end")
     assert reached == ["the end"]
-
-
-def test_another_error_on_the_way_out_is_not_hidden():
     with pytest.raises(UserError, match="disk full"), noticing_termination():  # noqa: PT012
         tell()
         raise UserError("disk full")
@@ -107,7 +104,7 @@ def test_training_takes_over_from_the_command_and_gives_back():
         pytest.fail("the signal was not heard")
 
 
-def test_handlers_of_a_script_and_ignored_signals_are_left_alone():
+def test_handlers_of_a_script_and_ignored_signals_are_left_alone_and_other_threads_touch_nothing():
     heard = []
     for handler in (lambda number, frame: heard.append(number), signal.SIG_IGN):
         before = signal.signal(signal.SIGTERM, handler)
@@ -119,9 +116,6 @@ def test_handlers_of_a_script_and_ignored_signals_are_left_alone():
         finally:
             signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
-
-
-def test_in_another_thread_nothing_is_touched():
     seen = []
 
     def work():
