@@ -161,8 +161,7 @@ def test_one_process_writes_and_prints(several):
 
 
 def test_fewer_images_than_three_processes_could_share_are_clustered(three):
-    """Of three processes, one has no image to predict in the end."""
-    assert three.codes("few") == {0}
+    assert three.codes("few") == {0}  # though one process has no image to predict in the end
     assert list_names(three.folder / "few") == FILES
     assert count_predictions(three.folder / "few") == 40
 
