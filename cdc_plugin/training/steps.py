@@ -71,9 +71,6 @@ class BatchTargets:
 class Networks:
     """Backbone, both heads and their optimisers: all that a step changes.
 
-    Each of several processes passes its shard of a batch through the backbone. Features are gathered, so that heads
-    and losses see the whole batch in every process; `DistributedDataParallel` combines the backbone's gradients.
-
     Where a single head is asked for (Tab. 3, III and IV), it gives the targets, too, and the calibration head is a
     copy of it, renewed after every epoch.
     """

@@ -217,14 +217,6 @@ def test_a_mistake_ends_all_processes_and_is_reported_once(two, inputs, name, me
     assert not (two.folder / name).exists() or list_names(two.folder / name) == {"train.log"}
 
 
-def test_torchrun_ends_on_a_mistake(tmp_path, inputs):
-    done = torchrun(2, "-m", "cdc_plugin", *inputs.words(USUAL, "nowhere.npz"), "--out", tmp_path / "run")
-    assert (done.returncode != 0, done.stdout) == (True, "")
-    assert "exitcode  : 2" in done.stderr
-    assert done.stderr.count("cdc-refine: error: ") == 1
-    assert "cdc_plugin/" not in done.stderr  # no traceback of ours
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_command_runs_in_any_number_of_processes(tmp_path, inputs, processes):

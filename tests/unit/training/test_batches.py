@@ -74,25 +74,22 @@ def test_the_augmentation_of_a_run_is_that_of_its_settings(tiny_backbone):
         training_views(AugmentConfig(flip=True, crop_scale=0.2, exclude=["sharpen it"]), tiny_backbone)
 
 
-def test_fresh_views_are_those_of_the_whole_batch(tiny_backbone, images):
-    config, chosen = settings(passes="full"), torch.tensor([3, 1, 39, 7, 20, 21])
-    found = fresh_views(config, tiny_backbone, images, RUNTIME)(chosen, seeded(5))
-    expected = make_views(images.batch(chosen), training_views(config.augment, tiny_backbone), seeded(5))
-    views = (found.plain, found.weak, found.strong_of(torch.arange(6)))
-    assert all(torch.equal(*pair) for pair in zip(views, expected, strict=True))
-    assert torch.equal(found.rows, chosen)
-    assert found.plain.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_one_view_serves_as_plain_and_weak_where_passes_are_saved(tiny_backbone, images):
-    chosen = torch.arange(6)
+def test_fresh_views_are_those_of_the_whole_batch_and_one_is_plain_and_weak_where_passes_are_saved(
+    tiny_backbone, images
+):
+    chosen, own = torch.tensor([3, 1, 39, 7, 20, 21]), torch.arange(6)
     full, fast, frozen = (
-        fresh_views(settings(**changes), tiny_backbone, images, RUNTIME)(chosen, seeded())
+        fresh_views(settings(**changes), tiny_backbone, images, RUNTIME)(chosen, seeded(5))
         for changes in ({"passes": "full"}, {"passes": "fast"}, {"passes": "fast", "freeze_backbone": True})
     )
+    expected = make_views(images.batch(chosen), training_views(OPEN, tiny_backbone), seeded(5))
+    views = (full.plain, full.weak, full.strong_of(own))
+    assert all(torch.equal(*pair) for pair in zip(views, expected, strict=True))
+    assert torch.equal(full.rows, chosen)
+    assert full.plain.is_contiguous(memory_format=torch.channels_last)
     assert fast.plain is fast.weak
     assert torch.equal(fast.weak, full.weak)
-    assert torch.equal(fast.strong_of(chosen), full.strong_of(chosen))
+    assert torch.equal(fast.strong_of(own), full.strong_of(own))
     for views in (full, frozen):  # those of a frozen backbone cost nothing
         assert not torch.equal(views.plain, views.weak)
 

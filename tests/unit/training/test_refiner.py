@@ -24,15 +24,12 @@ from tests.helpers.refiners import (
 )
 
 
-def test_the_pseudo_label_step_leaves_the_calibration_head_untouched(monkeypatch):
+def test_the_pseudo_label_step_leaves_the_calibration_head_untouched_and_no_weight_has_two_optimisers(monkeypatch):
     monkeypatch.setattr(steps, "calibration_loss", lambda logits, targets, weight, fit: (logits * 0).sum())
     refiner = make(settings())
     refiner.select = trust(1)
     assert train_one_batch(refiner)[1] == ["backbone", "clustering_head"]
-
-
-def test_no_parameter_is_moved_by_both_optimisers():
-    networks = make(settings()).networks
+    networks = refiner.networks
     owned = [
         {id(p) for group in optimizer.param_groups for p in group["params"]}
         for optimizer in (networks.clustering_optimizer, networks.calibration_optimizer)
@@ -50,7 +47,11 @@ def test_a_batch_in_which_nothing_is_trusted_leaves_every_weight_finite():
     assert all_finite(refiner)
 
 
-def test_training_lowers_the_clustering_loss_and_recovers_separated_clusters():
+def test_training_lowers_the_clustering_loss_and_zero_epochs_change_nothing():
+    untrained = make(settings(epochs=0))
+    before = tensors_of(untrained)
+    assert fit(untrained) == []
+    assert same(before, tensors_of(untrained))
     refiner = make(settings(epochs=15, schedule="constant"))
     history = fit(refiner)
     assert history[-1]["clustering_loss"] < history[0]["clustering_loss"]
@@ -181,10 +182,3 @@ def test_an_epoch_whose_last_step_has_ruined_a_weight_or_a_statistic_does_not_co
     with pytest.raises(NotFiniteError):
         refiner.fit(lambda epoch, done: [views()][done:], ruin, ended.append)
     assert (refiner.epoch, len(ended)) == (1, 1)
-
-
-def test_zero_epochs_change_nothing():
-    refiner = make(settings(epochs=0))
-    before = tensors_of(refiner)
-    assert fit(refiner) == []
-    assert same(before, tensors_of(refiner))

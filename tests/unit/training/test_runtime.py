@@ -85,14 +85,19 @@ def test_the_gradient_of_what_all_compute_alike_reaches_each_process_by_its_own_
 
 
 def test_sums_agreements_and_flags_of_several_processes():
+    made = []
+
     def work(distributed: Distributed) -> tuple[Any, ...]:
         own = torch.tensor([1.0, float(distributed.rank)])
+        shared = distributed.broadcast_from_main(lambda: made.append(distributed.rank) or torch.ones(2))
+        assert torch.equal(shared, torch.ones(2))
         summed, agreed = distributed.all_reduce(own.clone()), distributed.broadcast_(own.clone() + 5)
         distributed.wait()
         assert distributed.all_reduce(own) is distributed.broadcast_(own) is own
         return summed.tolist(), agreed.tolist(), distributed.any(distributed.rank == 2), distributed.any(False)
 
     assert in_step(3, work) == [([3.0, 3.0], [6.0, 5.0], True, False)] * 3
+    assert made == [0]  # by the main process, once
 
 
 def test_a_process_of_its_own_exchanges_nothing(monkeypatch):
@@ -104,16 +109,6 @@ def test_a_process_of_its_own_exchanges_nothing(monkeypatch):
     assert (SINGLE.main, SINGLE.any(True), SINGLE.any(False)) == (True, True, False)
     assert SINGLE.broadcast_from_main(lambda: 7) == SINGLE.raise_together(lambda: 7) == 7
     SINGLE.wait()
-
-
-def test_what_the_main_process_makes_is_in_all_of_them_and_made_once():
-    made = []
-
-    def work(distributed: Distributed) -> Tensor:
-        return distributed.broadcast_from_main(lambda: made.append(distributed.rank) or torch.ones(2))
-
-    assert all(torch.equal(each, torch.ones(2)) for each in in_step(3, work))
-    assert made == [0]
 
 
 @pytest.mark.parametrize(
@@ -170,15 +165,12 @@ def environment(monkeypatch):
     return say
 
 
-@pytest.mark.parametrize("words", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}], ids=str)
-def test_without_torchrun_a_process_is_alone(environment, monkeypatch, words):
-    environment(**words)
+def test_without_torchrun_a_process_is_alone_and_a_script_that_has_joined_is_left_as_it_is(environment, monkeypatch):
     monkeypatch.setattr(distributed_module, "dist", Silence())
-    with init_distributed() as distributed:
-        assert distributed is SINGLE
-
-
-def test_a_script_that_has_joined_already_is_left_as_it_is(environment, monkeypatch):
+    for words in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}):
+        environment(**words)
+        with init_distributed() as distributed:
+            assert distributed is SINGLE
     environment(WORLD_SIZE="3", RANK="1", LOCAL_RANK="1")
     joined = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 1, get_world_size=lambda: 3)
     monkeypatch.setattr(distributed_module, "dist", joined)
