@@ -63,22 +63,18 @@ def prepare(
     """Open the checkpoint and the images, resolve the settings, and extract the features."""
     distributed = runtime.distributed
 
-    def open_inputs() -> tuple[Loaded, Backbone, ImageSet]:
+    def open_inputs() -> tuple[Loaded, Backbone, ImageSet, ResolvedConfig]:
         loaded = open_network(request, module)
         clusters = choose_clusters(request.clusters, loaded.head_clusters)
         choose_init(request.init, loaded.head_clusters, clusters)  # refuses before images are read
         images = open_data(request, loaded.backbone, data, clusters, runtime)
-        return loaded, resolve_input(loaded.backbone, images), images
-
-    loaded, backbone, images = distributed.raise_together(open_inputs)
-
-    def resolve_settings() -> ResolvedConfig:
+        backbone = resolve_input(loaded.backbone, images)
         settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
         training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
         check_processes(settings, distributed.size)
-        return settings
+        return loaded, backbone, images, settings
 
-    settings = distributed.raise_together(resolve_settings)
+    loaded, backbone, images, settings = distributed.raise_together(open_inputs)
     if distributed.size > 1:
         distributed.check_same_images(digest_image_list(images), len(images))
         log.info("%d processes train together", distributed.size)

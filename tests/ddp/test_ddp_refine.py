@@ -143,13 +143,10 @@ def count_predictions(folder: Path) -> int:
     return len((folder / "predictions.csv").read_text().splitlines()) - 1
 
 
-def test_all_processes_select_the_same_images(several):
+def test_all_processes_select_the_same_images_and_one_writes_and_prints(several):
     masks = several.masks("usual")
     assert [len(mask) for mask in masks] in ([75, 76] * 3, [76, 75] * 3)
     assert 0 < sum(int(mask.sum()) for mask in masks) < 3 * 151
-
-
-def test_one_process_writes_and_prints(several):
     folder = several.folder / "usual"
     assert several.codes("usual") == {0}
     assert list_names(folder) == FILES

@@ -1,6 +1,4 @@
-"""SIGTERM, as clusters send it before they kill: the run saves its state, says so, and resumes later with the same
-result. SIGUSR1, which SLURM can send earlier, means the same.
-"""
+"""SIGTERM, which clusters send, and SIGUSR1, SLURM's early one: the run saves its state, and resumes to the same."""
 
 import re
 import signal

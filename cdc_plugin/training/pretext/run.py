@@ -76,10 +76,7 @@ def pretrain(
 ) -> Pretrained:
     """Train a backbone on images without labels and write it in the package's own format.
 
-    Args:
-        recipe: name of a shipped recipe or path of a YAML file; its size follows from the data if left out.
-        flags: fields of `PretrainConfig`, such as ``{"data": "photos/", "epochs": 30}``.
-        overrides: the same as ``key=value`` words.
+    Settings are given as to `load_pretrain_config`; without a recipe, the number of images decides on one.
     """
     words = list(overrides)
     config = load_pretrain_config(recipe, flags, words)
