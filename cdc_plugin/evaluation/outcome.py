@@ -25,7 +25,7 @@ from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.report.run_page import collect_page, render_page
 from cdc_plugin.training.batches import predict_augmented, snapshot_rows
 from cdc_plugin.training.collapse import as_warnings, detect, setback_warning
-from cdc_plugin.training.features import head_probabilities, kmeans_of_all, private_features
+from cdc_plugin.training.features import head_probabilities, kmeans_of_all, shared_features
 from cdc_plugin.training.prepare import Prepared
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run
@@ -55,7 +55,7 @@ def finish_run(run: Run, seconds: float) -> Report:
             for tensor in head.to(runtime.device).state_dict().values():
                 runtime.distributed.broadcast_(tensor)
     randomness = generator(settings.seed, FINAL)
-    features = private_features(model.backbone, images, runtime)
+    features = shared_features(model.backbone, images, runtime, cached=False)
     clustering = head_probabilities(model.clustering_head, features)
     calibration = head_probabilities(model.calibration_head, features)
     assignment = torch.from_numpy(calibration.argmax(axis=1))

@@ -74,8 +74,10 @@ def test_two_processes_report_a_mistake_once_and_share_the_work_of_the_next_run(
     tmp_path, words, photos, tiny_clusterer
 ):
     done = torchrun(2, "-m", "cdc_plugin", "predict", *words, "--data", tmp_path / "nowhere")
-    assert done.returncode != 0
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert "exitcode  : 2" in done.stderr
     assert done.stderr.count("cdc-predict: error: nothing at") == 1
+    assert "cdc_plugin/" not in done.stderr  # no traceback of ours
     for command in (["-m", "cdc_plugin", "predict"], [tmp_path / "driver.py", "lives"]):  # one part, and eight
         done = torchrun(2, *command, *words, "--data", photos)
         assert done.returncode == 0, done.stderr

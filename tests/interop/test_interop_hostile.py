@@ -47,12 +47,12 @@ def with_record(file, target, name, content):
     return target
 
 
-@pytest.mark.parametrize("damage", [damage.__name__ for damage in fuzzing().DAMAGES])
+@pytest.mark.parametrize("damage", fuzzing().DAMAGES)
 def test_damage_is_refused_or_changes_nothing(genuine, damage):
     fuzz = fuzzing()
     victim = genuine.with_name(f"damaged-{genuine.name}")
     shutil.copyfile(genuine, victim)
-    getattr(fuzz, damage)(victim, random.Random(damage))
+    fuzz.DAMAGES[damage](victim, random.Random(damage))
     assert fuzz.attempt(victim, computed(genuine)) in ("refused", "same")
 
 

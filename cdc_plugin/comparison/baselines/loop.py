@@ -12,7 +12,7 @@ from cdc_plugin.config.resolve import batch_sizes, count_sub_batches
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import ConfigError
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.runtime import autocast, lr_multiplier
+from cdc_plugin.training.runtime import Runtime, lr_multiplier
 
 MakeView = Callable[[Tensor, torch.Generator], Tensor]  # image indices (b,) -> input of the backbone (b, ...)
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
@@ -116,7 +116,7 @@ def end_epoch(task: BaselineTask, epoch: int, logs: list[dict[str, Tensor]]) -> 
 
 def compute_features(task: BaselineTask, views: Tensor) -> Tensor:
     """Return (b, D) of the backbone in its present mode, computed in the precision of the run, as float32."""
-    with autocast(task.device, task.settings.precision):
+    with Runtime(task.device, task.settings.precision).autocast():
         features: Tensor = task.backbone(views)
     return features.float()
 
