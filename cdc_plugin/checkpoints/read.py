@@ -62,8 +62,7 @@ class Checkpoint:
 def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     """Read a checkpoint file, or the latest in a run's folder, and make sure that it holds plausible weights.
 
-    Args:
-        trust: open pickled modules, which runs the code they name; only where the user asks for it.
+    ``trust`` opens pickled modules, which runs the code they name; only where the user asks for it.
     """
     file = locate(Path(path))
     with file.open("rb") as stream:
@@ -336,11 +335,6 @@ def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
         )
     if not trust:
         raise CheckpointError(f"{file} {refusal}")
-    return _read_trusted(file)
-
-
-def _read_trusted(file: Path) -> Any:
-    """Return the payload by running the code that the file names, as the user has asked."""
     try:
         return torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever that code raises

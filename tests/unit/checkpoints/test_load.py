@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torchvision import models
 
-from cdc_plugin.checkpoints import load_backbone, read_native
+from cdc_plugin.checkpoints import load_backbone
 from cdc_plugin.checkpoints.formats import formats
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin
+from cdc_plugin.checkpoints.formats.native import read_native
 from cdc_plugin.checkpoints.formats.torchvision import resnet_spec
 from cdc_plugin.checkpoints.load import find_format
 from cdc_plugin.checkpoints.read import read_checkpoint

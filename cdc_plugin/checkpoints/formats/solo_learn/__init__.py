@@ -37,8 +37,11 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     run = parse_args(checkpoint.sidecar.get("args.json"))
     prefix = _find_prefix(checkpoint, wanted)
     part = checkpoint.below(prefix)
-    network = _find_network(part, checkpoint, run, wanted)
-    if network is None:  # one that solo-learn does not have, added by the user
+    name = wanted.arch or (run.network if run else None)
+    known = any(name in names for names in NAMES.values())
+    if known or (wanted.arch is None and find_kind(part.state) is not None):
+        network = find_network(part.state, run, name, reconstructs="decoder.mask_token" in checkpoint.state)
+    else:  # one that solo-learn does not have, added by the user
         bare = load_bare(part, wanted).backbone
         open_facts = tuple(fact for fact in bare.inferred if fact.startswith("stem."))
         network = Network(bare.spec or {}, part.state, open_facts, bare.input_size if run is None else None)
@@ -70,15 +73,6 @@ def _find_prefix(checkpoint: Checkpoint, wanted: Wanted) -> str:
     raise CheckpointError(
         f"expected weights below {' or '.join(prefixes)} in {checkpoint.path}, found {present}; {hint}"
     )
-
-
-def _find_network(part: Checkpoint, file: Checkpoint, run: RunArgs | None, wanted: Wanted) -> Network | None:
-    name = wanted.arch or (run.network if run else None)
-    if not any(name in names for names in NAMES.values()) and (
-        wanted.arch is not None or find_kind(part.state) is None
-    ):
-        return None
-    return find_network(part.state, run, name, reconstructs="decoder.mask_token" in file.state)
 
 
 def _describe_writer(run: RunArgs | None) -> str:
