@@ -54,10 +54,7 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
 
 
 def _average_patches(loaded: Loaded) -> Loaded:
-    """Return a timm vision transformer whose features are the mean of its patch tokens.
-
-    lightly-train trains these; the class token, which timm would take, is never used there.
-    """
+    """Return a timm transformer with the mean of its patch tokens for features: lightly-train ignores the class token."""
     backbone = loaded.backbone
     spec = backbone.spec or {}
     weights = backbone.module.state_dict()
@@ -77,11 +74,8 @@ def read_module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
     if prefix.count(".") > DEEPEST:  # records may hold each other
         return {}
     fields = payload_fields(module)
-    state: dict[str, Tensor] = {}
-    for kind in ("_parameters", "_buffers"):
-        for name, value in payload_fields(fields.get(kind)).items():
-            if isinstance(value, Tensor):
-                state[f"{prefix}{name}"] = value
+    own = payload_fields(fields.get("_parameters")) | payload_fields(fields.get("_buffers"))
+    state = {f"{prefix}{name}": value for name, value in own.items() if isinstance(value, Tensor)}
     for name, part in payload_fields(fields.get("_modules")).items():
         state |= read_module_state(part, f"{prefix}{name}.")
     return state

@@ -1,7 +1,4 @@
-"""SCAN (Van Gansbeke et al., 2020): pretext networks, clustering networks with their heads, self-labelled ones.
-
-NNM and other methods built on its code use the same names.
-"""
+"""SCAN (Van Gansbeke et al., 2020), all three stages, and methods built on its code, as NNM."""
 
 from torch import nn
 

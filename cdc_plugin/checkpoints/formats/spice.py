@@ -1,7 +1,4 @@
-"""SPICE (Niu et al., 2022): MoCo pretraining, SPICE-Self with one or ten heads, SPICE-Semi by FixMatch.
-
-Files of MoCo's own code have the same names and are read here as well.
-"""
+"""SPICE (Niu et al., 2022): MoCo pretraining, as MoCo's own code writes it, SPICE-Self, SPICE-Semi by FixMatch."""
 
 import re
 from collections.abc import Mapping, Sequence

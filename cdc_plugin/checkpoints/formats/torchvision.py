@@ -114,10 +114,7 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
-    """Return a backbone from a state dict with torchvision's names, fed as for ImageNet.
-
-    ``stem`` has facts about a ResNet's stem that the file shows in other ways than by shapes.
-    """
+    """Return a backbone under torchvision's names, fed as for ImageNet; older names may have shown its ``stem``."""
     state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()
     spec: dict[str, Any] | None

@@ -68,13 +68,11 @@ class Comparison:
         """Measure the variants close to the best, and some always, on more images; return all, best first."""
         if len(self.more) > len(self.few):
             limit = CLOSE_RATIO * min(self.mismatches.values())
-            close = [variant for variant in self._ranked() if self.mismatches[variant] <= limit][:CLOSE_VARIANTS]
+            ranked = sorted(self.mismatches, key=self.mismatches.__getitem__)
+            close = [variant for variant in ranked if self.mismatches[variant] <= limit][:CLOSE_VARIANTS]
             for variant in {*always, *close}:
                 self.mismatches[variant] = self._measure(variant, self.more)
-        return self._ranked()
-
-    def _ranked(self) -> list[Variant]:
-        return sorted(self.mismatches, key=lambda variant: self.mismatches[variant])
+        return sorted(self.mismatches, key=self.mismatches.__getitem__)
 
     def _measure(self, variant: Variant, pixels: Tensor) -> float:
         facts = dict(variant)

@@ -1,8 +1,4 @@
-"""Decide by a look at the images what a checkpoint left open, doubt what it stated: size, stem, normalisation.
-
-``infer_input`` compares all values of the open facts and changes the backbone; ``check_input`` changes one fact at a
-time, stated ones included, and only reports.
-"""
+"""Decide by a look at the images what a checkpoint left open, doubt what it stated: size, stem, normalisation."""
 
 import itertools
 import logging
@@ -130,7 +126,7 @@ def infer_input(backbone: Backbone, pixels: Tensor) -> Resolution:
 
 
 def check_input(backbone: Backbone, pixels: Tensor) -> InputCheck:
-    """Compare the network with variants of its stem, normalisation and image size by images as for `infer_input`."""
+    """Compare the network, stated facts included, with variants that differ in one fact or a few; change nothing."""
     if not has_statistics(backbone):
         return InputCheck("unknown", "the network has no BatchNorm statistics to compare with")
     layers = [layer for layer in backbone.modules() if isinstance(layer, nn.BatchNorm2d)]

@@ -65,8 +65,7 @@ def read_archive(file: Path) -> Any:
 def read_legacy(file: Path) -> Any:
     """Return the payload of a file of torch before 1.6, or of its old serialisation."""
     content = _content(file)
-    magic = PickleMachine(content).load()
-    if magic != LEGACY_MAGIC:
+    if PickleMachine(content).load() != LEGACY_MAGIC:
         raise UnpicklingError("it is a pickle, but not of torch.save")
     if PickleMachine(content).load() != LEGACY_PROTOCOL:
         raise UnpicklingError("its protocol is unknown")

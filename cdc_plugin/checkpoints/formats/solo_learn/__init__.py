@@ -1,7 +1,4 @@
-"""Checkpoints of solo-learn, 1.0.2 to today, and of the version of it that CDC was developed with.
-
-A run writes a Lightning ``.ckpt``, which does not describe its network, and beside it ``args.json``, which does.
-"""
+"""Runs of solo-learn from 1.0.2 on and of CDC's version: a Lightning ``.ckpt``, and ``args.json`` that describes it."""
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.solo_learn.args import (
@@ -21,7 +18,6 @@ from cdc_plugin.models.architectures import image_size_default
 
 ONLINE, MOMENTUM = ("backbone.", "encoder."), ("momentum_backbone.", "momentum_encoder.")
 # Parts that stand beside the network in the modules of solo-learn; its online classifier is in all of them.
-CLASSIFIER = "classifier"
 COMPANIONS = {
     *("backbone", "encoder", "momentum_backbone", "momentum_encoder", "classifier", "momentum_classifier"),
     *("projector", "momentum_projector", "predictor", "predictor2", "momentum_predictor", "prototypes"),
@@ -92,7 +88,7 @@ def matches(checkpoint: Checkpoint) -> bool:
     if parse_args(checkpoint.sidecar.get("args.json")) is not None:
         return True
     parts = {key.split(".")[0] for key in state}
-    if LIGHTNING not in payload_fields(checkpoint.payload) or CLASSIFIER not in parts or not parts <= COMPANIONS:
+    if LIGHTNING not in payload_fields(checkpoint.payload) or "classifier" not in parts or not parts <= COMPANIONS:
         return False
     # Either branch will do: in a damaged file one may be beyond recognition, and then loading reports it.
     return any(find_kind(checkpoint.below(prefix).state) is not None for prefix in branches)

@@ -1,8 +1,4 @@
-"""Read a run of solo-learn from its ``args.json``: network, data, statistics. Plain JSON; nothing in it is executed.
-
-Releases from 1.0.6 on write a nested file, earlier ones a flat one; a fork that CDC was developed with writes a
-nested one too, and builds its CIFAR stem differently.
-"""
+"""Read a run of solo-learn from its ``args.json``: network, data, statistics. Plain JSON; nothing in it is executed."""
 
 import re
 from collections.abc import Mapping
@@ -45,9 +41,9 @@ EVALUATION_SIZES = {**dict.fromkeys(CIFARS, 32), "stl10": 96, "tinyimagenet": 64
 class RunArgs:
     """A run as its ``args.json`` describes it; None where it does not say."""
 
-    nested: bool  # written by a release from 1.0.6 on
+    nested: bool  # written by a release from 1.0.6 on; earlier ones wrote a flat file
     linear: bool = False  # a linear evaluation or fine-tuning, which normalises differently
-    fork: bool = False  # CDC's own version of solo-learn
+    fork: bool = False  # the version that CDC was developed with, whose CIFAR stem differs
     method: str | None = None
     network: str | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)  # of the network

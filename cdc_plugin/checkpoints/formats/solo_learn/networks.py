@@ -1,7 +1,4 @@
-"""Find the network of solo-learn that weights belong to: as the run states it, else by names and shapes.
-
-The ViTs of ``mae`` and ``mocov3`` have 12 attention heads where the others have 3 or 6, at the same shapes.
-"""
+"""Find the network of solo-learn that weights belong to: as the run states it, else by names and shapes."""
 
 import math
 import re
@@ -46,7 +43,7 @@ MARKS = {
     "poolformer": "network.0.0.layer_scale_1",
     "wide_resnet": "block1.layer.0.conv1.weight",
 }
-MANY_HEADS = ("mae", "mocov3")
+MANY_HEADS = ("mae", "mocov3")  # methods whose small ViTs have 12 attention heads, not 3 or 6, at the same shapes
 METHODS = (
     *("all4one", "barlow_twins", "base", "byol", "deepclusterv2", "dino", "mae", "mocov2plus", "mocov3", "nnbyol"),
     *("nnclr", "nnsiam", "ressl", "simclr", "simsiam", "supcon", "swav", "vibcreg", "vicreg", "wmse"),
@@ -74,10 +71,7 @@ def find_kind(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def find_network(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reconstructs: bool) -> Network:
-    """Return the network of weights, by its name in solo-learn or else by shapes.
-
-    ``reconstructs`` says that there is a decoder beside the network, as in mae.
-    """
+    """Return the network of weights, by its name or by shapes; one that ``reconstructs`` has a decoder, as in mae."""
     kind = find_kind(weights)
     stated = next((other for other, names in NAMES.items() if name in names), kind)
     if kind is None or stated != kind:

@@ -88,11 +88,10 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
 
 def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return the backbone of timm or torchvision that bare weights, as inside files of other formats, belong to."""
-    arch, candidates = wanted.arch, [TIMM, TORCHVISION]
-    if arch is not None:
-        candidates = [entry for entry in candidates if entry.knows and entry.knows(arch)]
-        if not candidates:
-            raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
+    arch = wanted.arch
+    candidates = [entry for entry in (TIMM, TORCHVISION) if arch is None or (entry.knows and entry.knows(arch))]
+    if not candidates:
+        raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
     chosen = next((entry for entry in candidates if entry.matches(checkpoint)), candidates[0] if arch else None)
     if chosen is None:
         sample = ", ".join(list(checkpoint.state)[:4])
