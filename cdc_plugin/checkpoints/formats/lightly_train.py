@@ -47,14 +47,13 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     facts["input_size"] = "inferred from its position embeddings" if by_positions else "usual for this network"
     version, epoch = record.get("version"), whole_number(payload.get("epoch"))
     writer = f"lightly-train {version}" if isinstance(version, str) else "lightly-train"
-    origin = Origin(
-        writer, epoch if epoch is None else epoch + 1, {**loaded.origin.why, **facts}, loaded.origin.network
-    )
+    trained = None if epoch is None else epoch + 1
+    origin = Origin(writer, trained, {**loaded.origin.why, **facts}, loaded.origin.network)
     return replace(loaded, backbone=backbone, origin=origin)
 
 
 def _average_patches(loaded: Loaded) -> Loaded:
-    """Return a timm transformer with the mean of its patch tokens for features: lightly-train ignores the class token."""
+    """Return a timm transformer that averages its patch tokens, as lightly-train does, instead of its class token."""
     backbone = loaded.backbone
     spec = backbone.spec or {}
     weights = backbone.module.state_dict()

@@ -29,7 +29,6 @@ def load_scan(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
 
 
 def _head_sizes(checkpoint: Checkpoint) -> list[int]:
-    """Return the number of clusters of each head, in their order."""
     state = checkpoint.below("cluster_head.").state
     count = len({key.split(".")[0] for key in state})
     weights = [state[name] for name in (f"{number}.weight" for number in range(count)) if name in state]

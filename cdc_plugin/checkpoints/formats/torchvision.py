@@ -180,15 +180,8 @@ def _transformer_by_shapes(state: Mapping[str, Tensor]) -> dict[str, Any] | None
     layers = {key.split(".")[2] for key in state if key.startswith("encoder.layers.")}
     if width not in USUAL_HEADS or len(layers) not in TRANSFORMER_DEPTHS:
         return None
-    return {
-        "family": "torchvision_vit",
-        "image_size": side,
-        "patch_size": patch,
-        "num_layers": len(layers),
-        "num_heads": USUAL_HEADS[width],
-        "hidden_dim": width,
-        "mlp_dim": inner.shape[0],
-    }
+    spec = {"family": "torchvision_vit", "image_size": side, "patch_size": patch, "num_layers": len(layers)}
+    return spec | {"num_heads": USUAL_HEADS[width], "hidden_dim": width, "mlp_dim": inner.shape[0]}
 
 
 def _check_named_resnet(arch: str, spec: dict[str, Any], checkpoint: Checkpoint) -> None:

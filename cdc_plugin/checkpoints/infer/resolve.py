@@ -85,10 +85,9 @@ class InputCheck:
 
 
 def adopt_native_size(backbone: Backbone, source: Any, root: str | None = None) -> None:
-    """Set ``input_size`` to the images' own size where the checkpoint left it open and the network is for small images.
+    """Set ``input_size`` to the images' own size where it is open and stem or BatchNorm are for small images.
 
-    A network trained on 224 px sees next to nothing at 32. Where the stem does not decide, the statistics that the
-    BatchNorm layers remember do.
+    A network trained on 224 px sees next to nothing at 32.
     """
     size = native_size(source) if "input_size" in backbone.inferred else None
     if size is None or size > 96 or size == backbone.input_size:

@@ -56,8 +56,7 @@ def read_archive(file: Path) -> Any:
             if count * dtype.itemsize != last - first:
                 raise UnpicklingError(f"{str(key)[:20]!r} has {last - first} bytes, not {count} numbers")
             storages[name] = Storage(_numbers(content, first, count, dtype))
-        found = storages[name]
-        return found if found.numbers.dtype == dtype else Storage(found.numbers.view(dtype))
+        return Storage(storages[name].numbers.view(dtype))
 
     return PickleMachine(io.BytesIO(content[start:end]), find_storage).load()
 
@@ -88,8 +87,7 @@ def read_legacy(file: Path) -> Any:
             if type(count) is not int or count < 0 or left < 0:
                 raise UnpicklingError("it declares more numbers than it has bytes")
             storages[key] = Storage(torch.empty(count, dtype=dtype))
-        numbers = storages[key].numbers
-        numbers = numbers if numbers.dtype == dtype else numbers.view(dtype)
+        numbers = storages[key].numbers.view(dtype)
         if view is None:
             return Storage(numbers)
         _, offset, count = view

@@ -123,7 +123,6 @@ def _choose_branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, 
 
 
 def _read_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings of the model that a training run's arguments or a hub config state."""
     *runs, config = _read_records(checkpoint)
     stated: dict[str, Any] = {}
     for source in (config.get("model_args"), *(run.get("model_kwargs") for run in runs)):
@@ -148,7 +147,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _read_input(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return input size, mean and std where a training run's arguments or a hub config state them."""
     *runs, config = _read_records(checkpoint)
     flat = config if "architecture" in config else {}  # an older one
     stated: dict[str, Any] = {}
