@@ -35,16 +35,11 @@ DEEPEST, FEWEST = 5, 8
 
 @dataclass(frozen=True)
 class Inside:
-    """A backbone inside a file, its weights under the names of torchvision or timm.
-
-    Args:
-        stem: facts of a ResNet's stem that the old names imply.
-        why: why this branch, in words.
-    """
+    """A backbone inside a file, its weights under the names of torchvision or timm."""
 
     checkpoint: Checkpoint
-    stem: dict[str, Any]
-    why: str
+    stem: dict[str, Any]  # facts of a ResNet's stem that the old names imply
+    why: str  # why this branch, in words
 
 
 def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,18 +61,15 @@ def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
     found: list[str] = []
     prefixes = _prefixes(state)
     for prefix in prefixes:
-        if not any(prefix.startswith(outer) for outer in found) and _is_network(backbone_part(state, prefix)):
+        part = {} if any(prefix.startswith(outer) for outer in found) else backbone_part(state, prefix)
+        if CANDIDATES.keys() & part.keys() or is_resnet(rename_resnet(part)[0]) or names_like(part):
             found.append(prefix)
     roles = {_without_role(prefix) for prefix in found}
     return found + [p for p in prefixes if p and p not in found and _without_role(p) in roles]
 
 
 def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
-    """Return the backbone of the wanted branch; None if no known network is inside.
-
-    By default it is the one that frameworks evaluate: a teacher before its student, else the
-    trained network before its moving average.
-    """
+    """Return the backbone of the wanted branch, or of the one usually evaluated; None if no known network is there."""
     checkpoint, reason = _branch_of_file(checkpoint, wanted)
     state = without_wrappers(checkpoint.state)
     prefixes = find_prefixes(state)
@@ -96,13 +88,11 @@ def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str 
     if plain and students and not averages:
         averages, plain = plain, []  # whoever names a student means the other one as its average
     online = plain or students
+    asked = " that is usually evaluated" if branch is None else ", as asked"
     if branch is None:
         # BYOL and MoCo evaluate the network they train, DINO and its kin the teacher.
         teaches = bool(averages) and (not online or any("student" in p or "anchor" in p for p in students))
         branch = "momentum" if teaches and not plain else "online"
-        asked = ""
-    else:
-        asked = ", as asked"
     chosen = averages if branch == "momentum" else online
     if not chosen:
         raise CheckpointError(
@@ -118,7 +108,7 @@ def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str 
     if not averages or not online:
         return chosen[0], f"the only one, {chosen[0].rstrip('.') or 'at the top'}"
     kind = "moving average" if branch == "momentum" else "trained network"
-    return chosen[0], f"{chosen[0].rstrip('.')}, the {kind}{asked or ' that is usually evaluated'}"
+    return chosen[0], f"{chosen[0].rstrip('.')}, the {kind}{asked}"
 
 
 def _branch_of_file(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, str]:
@@ -152,10 +142,6 @@ def _prefixes(state: Mapping[str, Tensor]) -> list[str]:
         parts = key.split(".")
         counts.update(".".join(parts[:depth]) + "." for depth in range(1, min(len(parts), DEEPEST + 1)))
     return sorted((p for p, count in counts.items() if count >= FEWEST), key=lambda p: p.count("."))
-
-
-def _is_network(state: Mapping[str, Tensor]) -> bool:
-    return not CANDIDATES.keys().isdisjoint(state) or is_resnet(rename_resnet(state)[0]) or bool(names_like(state))
 
 
 def _same_weights(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

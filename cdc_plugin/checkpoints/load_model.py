@@ -5,14 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from cdc_plugin.checkpoints.formats.native import (
-    WEIGHTS,
-    description_file,
-    native_backbone,
-    native_heads,
-    native_prototypes,
-    read_native,
-)
+from cdc_plugin.checkpoints.formats import native
 from cdc_plugin.checkpoints.load import Loaded, Wanted, load_checkpoint
 from cdc_plugin.checkpoints.weights import load_strictly, strip_prefix
 from cdc_plugin.errors import CheckpointError
@@ -38,25 +31,25 @@ def load_model(
     """
     if module is None and Path(path).exists() and not is_result(Path(path)):
         return build_clusterer(load_checkpoint(path, format, Wanted(arch, head=head, clusters=clusters)), path)
-    description, tensors = read_native(path)
+    description, tensors = native.read_native(path)
     if module is None:
-        backbone = native_backbone(description, tensors, str(path))
+        backbone = native.rebuild_backbone(description, tensors, str(path))
     else:
         network = copy.deepcopy(module.module if isinstance(module, Backbone) else module)
         load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
         backbone = Backbone(network, **description["backbone"])
-    heads = native_heads(description, tensors, backbone.feature_dim, str(path))
-    return Clusterer(backbone, *heads, native_prototypes(tensors, backbone.feature_dim, str(path))).eval()
+    heads = native.rebuild_heads(description, tensors, backbone.feature_dim, str(path))
+    return Clusterer(backbone, *heads, native.rebuild_prototypes(tensors, backbone.feature_dim, str(path))).eval()
 
 
 def is_result(path: Path) -> bool:
     """Return whether a path is a result folder of ``cdc-refine``, or the weights inside one."""
     folder = path if path.is_dir() else path.parent
-    described = description_file(folder).is_file()
+    described = native.description_file(folder).is_file()
     if not path.is_dir():
-        return path.name == WEIGHTS and described
+        return path.name == native.WEIGHTS and described
     # Half a result is one too, so that the error names what is missing; a folder with neither may be another run.
-    return described or (folder / WEIGHTS).is_file()
+    return described or (folder / native.WEIGHTS).is_file()
 
 
 def build_clusterer(loaded: Loaded, path: str | Path) -> Clusterer:

@@ -62,8 +62,7 @@ class Checkpoint:
 def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     """Read a checkpoint file, or the latest in a run's folder, and make sure that it holds plausible weights.
 
-    Args:
-        trust: open pickled modules, which runs the code they name; only where the user asks for it.
+    ``trust`` opens pickled modules, which runs the code they name; only where the user asks for it.
     """
     file = locate(Path(path))
     with file.open("rb") as stream:
@@ -93,11 +92,9 @@ def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, T
             f"expected named tensors in {source}, found none (it holds: {keys or kind}); "
             "save the network with torch.save(network.state_dict(), FILE)"
         )
-    while True:
-        prefix = next((p for p in DATA_PARALLEL_PREFIXES if all(k.startswith(p) for k in found)), None)
-        if prefix is None:
-            return found
+    while prefix := next((p for p in DATA_PARALLEL_PREFIXES if all(k.startswith(p) for k in found)), ""):
         found = strip_prefix(found, prefix)
+    return found
 
 
 def locate(path: Path) -> Path:
@@ -207,7 +204,6 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _describe_folder(path: Path) -> str:
-    """Return what is there in place of a file that is missing."""
     if not path.parent.is_dir():
         return f" (nor a folder {path.parent}); check the path"
     names = sorted(p.name for p in path.parent.iterdir())
@@ -336,11 +332,6 @@ def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
         )
     if not trust:
         raise CheckpointError(f"{file} {refusal}")
-    return _read_trusted(file)
-
-
-def _read_trusted(file: Path) -> Any:
-    """Return the payload by running the code that the file names, as the user has asked."""
     try:
         return torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # whatever that code raises
@@ -386,5 +377,4 @@ def _refuse_other_archives(file: Path) -> None:
 
 
 def _brief(error: Exception) -> str:
-    """Return the message of an error on one line."""
     return " ".join(str(error).split())[:120] or type(error).__name__

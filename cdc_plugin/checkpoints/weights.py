@@ -69,9 +69,7 @@ def build_backbone(
 ) -> tuple[Backbone, float]:
     """Return the network of a spec with weights and input convention, and the share of its weights that matched.
 
-    Args:
-        source: the file, for messages.
-        partial: accept that some weights do not match; else all must.
+    All must match unless ``partial`` is set; ``source`` names the file in messages.
     """
     # Compared without memory first: a damaged file may ask for a network of any size.
     empty = skeleton(spec)

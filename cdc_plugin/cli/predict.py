@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
             _check(options)
         from cdc_plugin.evaluation.models import open_model
         from cdc_plugin.evaluation.predict import prepare
-        from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts, remove_parts
+        from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts
         from cdc_plugin.metrics.confidence import accept_above, accept_to_target
         from cdc_plugin.training.progress import log, show_progress
         from cdc_plugin.training.runtime import choose_device, init_distributed
@@ -105,7 +106,7 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
         else:
             _write_audit(options, found, more)
         _print_outcome(found, chosen)
-        remove_parts(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         _warn_of_confidence(subject, chosen is not None)
 
 

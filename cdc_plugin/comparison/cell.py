@@ -15,7 +15,7 @@ import torch
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import OpenedDataset
 from cdc_plugin.comparison.methods import Method, replace_shares
-from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup, fits_config
+from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import OutputError
@@ -81,7 +81,10 @@ def run_cell(cell: Cell, opened: OpenedDataset, earlier: Cell | None, keep_model
         seconds += earlier_record["seconds"]
     cell.folder.mkdir(parents=True, exist_ok=True)
     if keep_model and outcome.heads:
-        _save_model(setup, outcome, cell)
+        cell.model.mkdir(exist_ok=True)
+        first, last = (copy.deepcopy(head) for head in (outcome.heads[0], outcome.heads[-1]))
+        provenance = {"tool": "cdc_plugin", "method": cell.method.name, "seed": cell.seed, "set": cell.set}
+        Clusterer(setup.backbone, first, last).save(cell.model, provenance)
     record = {
         "schema_version": SCHEMA_VERSION,
         "kind": "comparison_cell",
@@ -111,8 +114,10 @@ def _build_setup(
     device = prepared.runtime.device
     start, augment = opened.load_start(cell.seed)
     settings = replace_shares(cell.method.settings, prepared.settings.batch_size)
-    backbone, heads, features = copy.deepcopy(prepared.backbone), prepared.loaded.heads, opened.features
-    if earlier is not None:
+    backbone, heads = copy.deepcopy(prepared.backbone), prepared.loaded.heads
+    if earlier is None:
+        features = prepared.features.map(lambda block: block)
+    else:
         model = load_model(earlier.model).to(device)
         backbone, heads = model.backbone, (model.calibration_head,)
         backbone.to(memory_format=torch.channels_last)
@@ -120,6 +125,8 @@ def _build_setup(
     head_clusters = tuple(int(head.clusters) for head in heads)  # type: ignore[arg-type]
     config = replace(opened.resolve_settings(settings, cell.seed, head_clusters), augment=augment)
     frozen = config.freeze_backbone and bool(config.epochs)
+    shared = start.clustering  # built for every method with this seed
+    fits = (shared.layers[0][2], shared.clusters) == (config.hidden, config.clusters)  # type: ignore[index]
     return TrainingSetup(
         config,
         backbone,
@@ -127,7 +134,7 @@ def _build_setup(
         prepared.images,
         features,
         device,
-        start if earlier is None and fits_config(start, config) else None,
+        start if earlier is None and config.init == "prototypes" and fits else None,
         opened.load_views(cell.seed, augment) if frozen else None,
         history.append,
     )
@@ -144,9 +151,9 @@ def _measure(
         figures: dict[str, Any] = {"cluster_sizes": torch.bincount(outcome.assignment, minlength=clusters).tolist()}
         if truth is not None:
             figures |= summary_hard(outcome.assignment.numpy(), truth, clusters)
-        return [{"label": names[-1], "figures": figures, "outside": []}]
-    if outcome.probs is not None:
+    elif outcome.probs is not None:
         figures = measure_head(outcome.probs[chosen].astype(np.float32), truth)
+    if not outcome.heads:
         return [{"label": names[-1], "figures": figures, "outside": []}]
 
     runtime, heads = Runtime(setup.device, setup.config.precision), outcome.heads[-len(names) :]
@@ -163,10 +170,3 @@ def _measure(
             scores = summary_outliers(p.max(axis=1), head_probabilities(head, outside_features).max(axis=1))
             row["outside"].append({"data": Path(str(source)).name, "images": len(images), "scores": scores})
     return rows
-
-
-def _save_model(setup: TrainingSetup, outcome: Outcome, cell: Cell) -> None:
-    cell.model.mkdir(exist_ok=True)
-    first, last = (copy.deepcopy(head) for head in (outcome.heads[0], outcome.heads[-1]))
-    provenance = {"tool": "cdc_plugin", "method": cell.method.name, "seed": cell.seed, "set": cell.set}
-    Clusterer(setup.backbone, first, last).save(cell.model, provenance)

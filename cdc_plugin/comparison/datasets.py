@@ -1,7 +1,4 @@
-"""Open one set of images with its backbone once for all cells: features, initial heads and cached views.
-
-All of it lies below ``shared`` in the result folder, where every process and every restart finds it again.
-"""
+"""Open a set of images once for all cells: features, initial heads and views, for every process and restart."""
 
 import hashlib
 from collections.abc import Callable
@@ -36,22 +33,15 @@ SHARE_OF_EPOCHS, LEAST_EPOCHS = 0.6, 10
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """One set of images to compare methods on, as a user states it.
-
-    Args:
-        flags: of `RefineConfig`: backbone, data, clusters and the like.
-        overrides: ``key=value`` words, for all methods.
-        outside: images that belong to none of the clusters.
-        module, images: objects instead of ``backbone`` and ``data``.
-    """
+    """One set of images to compare methods on, as a user states it."""
 
     name: str
     recipe: str | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
-    module: Any = None
-    images: Any = None
+    flags: dict[str, Any] = field(default_factory=dict)  # of `RefineConfig`: backbone, data, clusters and the like
+    overrides: tuple[str, ...] = ()  # ``key=value`` words, for all methods
+    outside: tuple[str, ...] = ()  # images that belong to none of the clusters
+    module: Any = None  # in place of the flag ``backbone``
+    images: Any = None  # in place of the flag ``data``
 
     def build_config(self, settings: tuple[str, ...] = ()) -> RefineConfig:
         """Return the settings of a method on this set; those of the method come last."""
@@ -66,16 +56,22 @@ class OpenedDataset:
     prepared: Prepared
     folder: Path
 
-    @property
-    def features(self) -> Tensor:
-        """(N, D) of the plain views."""
-        return self.prepared.features.map(lambda block: block)
-
     def load_start(self, seed: int) -> tuple[InitialHeads, AugmentConfig]:
         """Return prototype heads and the augmentation that suits them: the same for every method with this seed."""
         path, device = self.folder / f"start-seed{seed}.pt", self.prepared.runtime.device
         prepared = replace(self.prepared, settings=replace(self.prepared.settings, seed=seed, init="prototypes"))
-        stored = _load_or_compute(path, lambda: _pack_start(*initialise(prepared)))
+
+        def compute() -> dict[str, Any]:
+            heads, settings = initialise(prepared)
+            return {
+                "spec": heads.clustering.spec,
+                "clustering": heads.clustering.state_dict(),
+                "calibration": heads.calibration.state_dict(),
+                "partition": heads.partition.cpu(),
+                "augment": asdict(settings.augment),
+            }
+
+        stored = _load_or_compute(path, compute)
         heads = [build_head(stored["spec"], self.prepared.backbone.feature_dim, str(path)) for _ in range(2)]
         for head, state in zip(heads, (stored["clustering"], stored["calibration"]), strict=True):
             head.load_state_dict(state)
@@ -127,16 +123,6 @@ def hash_inputs(backbone: Backbone, images: ImageSet) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _pack_start(heads: InitialHeads, settings: ResolvedConfig) -> dict[str, Any]:
-    return {
-        "spec": heads.clustering.spec,
-        "clustering": heads.clustering.state_dict(),
-        "calibration": heads.calibration.state_dict(),
-        "partition": heads.partition.cpu(),
-        "augment": asdict(settings.augment),
-    }
 
 
 def _load_or_compute(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

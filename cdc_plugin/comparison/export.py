@@ -81,8 +81,7 @@ def records_csv(records: Sequence[Record]) -> str:
 def to_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return a table per set; of the rows without labels the best figure is bold, the second best in italics.
 
-    Args:
-        columns: those to show; None for all in which a row of the set has a value.
+    Shown are the ``columns``, else all in which a row of the set has a value.
     """
     parts = []
     for name, members in by_set(rows).items():
@@ -95,17 +94,15 @@ def to_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> st
             cells = [f"{mark}{_format_cell(row, column)}{mark}" for mark, column in zip(marks, shown, strict=True)]
             lines.append([_escape_markdown(label) + (r" \*" if row.uses_labels else ""), *cells])
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        notes = "\n".join(f"{note}  " for note in _explain(members, shown, r"\*"))
-        parts.append(f"**{_escape_markdown(name)}**\n\n{table}\n\n{notes.rstrip()}\n")
+        notes = "  \n".join(_explain(members, shown, r"\*"))
+        parts.append(f"**{_escape_markdown(name)}**\n\n{table}\n\n{notes}\n")
     return writable("\n".join(parts))
 
 
 def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     """Return one ``table`` for all rows, with sets side by side as in the paper's main table.
 
-    Args:
-        columns: those of every set. None: for one set all in which a row has a value; for several ACC, ARI and ECE,
-            or the confidence if nothing can be measured.
+    Columns, if not given, are all in which a row has a value; of several sets ACC, ARI and ECE, or the confidence.
     """
     sets = by_set(rows)
     if not sets:
@@ -113,21 +110,21 @@ def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     shown = {name: columns_of(members) if columns is None else list(columns) for name, members in sets.items()}
     if columns is None and len(sets) > 1:
         shown = {name: [c for c in MAIN if c in present] or ["CONF"] for name, present in shown.items()}
-    cells = {name: _format_latex_cells(members, shown[name]) for name, members in sets.items()}
-    first = {(row.method, row.label): row for row in reversed(rows)}
-    names = {
-        (row.method, row.label): name
-        for members in sets.values()
-        for row, name in zip(members, row_names(members), strict=True)
-    }
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    names: dict[tuple[str, str], str] = {}
+    for name, members in sets.items():
+        places = [(column, ranks(members, column)) for column in shown[name]]
+        for index, (row, label) in enumerate(zip(members, row_names(members), strict=True)):
+            marks = [(column, LATEX_MARKS[place[index]]) for column, place in places]
+            cells[name, row.method, row.label] = [_format_cell(row, *each, r"{{\tiny$\pm${}}}") for each in marks]
+            names[row.method, row.label] = label
     lines, group = [], rows[0].group
-    for key in dict.fromkeys((row.method, row.label) for row in rows):
-        if first[key].group != group:
+    for key, row in {(row.method, row.label): row for row in rows}.items():
+        if row.group != group:
             lines.append(r"\midrule")
-            group = first[key].group
-        figures = [cell for name in sets for cell in cells[name].get(key, [UNDEFINED] * len(shown[name]))]
-        star = "$^*$" if first[key].uses_labels else ""
-        lines.append(_join_latex([_escape_latex(names[key]) + star, *figures]))
+            group = row.group
+        figures = [cell for name in sets for cell in cells.get((name, *key), [UNDEFINED] * len(shown[name]))]
+        lines.append(_join_latex([_escape_latex(names[key]) + ("$^*$" if row.uses_labels else ""), *figures]))
     notes = _explain(rows, {column for members in shown.values() for column in members}, "$^*$")
     title = f"{_escape_latex(rows[0].set)}. " if len(sets) == 1 else ""
     best = r"Best figures are \textbf{bold}, second best \underline{underlined}."
@@ -150,12 +147,7 @@ def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
 
 
 def to_text(rows: Sequence[Row], columns: Sequence[str] | None = None, width: int | None = None) -> str:
-    """Return a table per set, for the terminal.
-
-    Args:
-        columns: those to show; None for all in which a row of the set has a value.
-        width: of the terminal; columns that do not fit follow in a second block below. None: unlimited.
-    """
+    """Return a table per set, for a terminal of that width; columns that do not fit follow in a block below."""
     parts = []
     for name, members in by_set(rows).items():
         shown = columns_of(members) if columns is None else columns
@@ -206,17 +198,6 @@ def _explain(rows: Sequence[Row], columns: Iterable[str], star: str) -> list[str
     if any(partial_words(row, column) for row in rows for column in columns):
         notes.append("(n): undefined for some seeds, mean over the n others.")
     return notes
-
-
-def _format_latex_cells(rows: Sequence[Row], columns: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    places = [ranks(rows, column) for column in columns]
-    return {
-        (row.method, row.label): [
-            _format_cell(row, column, LATEX_MARKS[place[index]], r"{{\tiny$\pm${}}}")
-            for column, place in zip(columns, places, strict=True)
-        ]
-        for index, row in enumerate(rows)
-    }
 
 
 def _head_latex(shown: dict[str, list[str]]) -> list[str]:

@@ -26,19 +26,14 @@ SHARED = "shared"
 
 @dataclass(frozen=True)
 class Grid:
-    """Sets x methods x seeds.
-
-    Args:
-        jobs: parallel processes; 1 runs the cells in this one.
-        keep_models: keep the model of every cell, not only until another has continued it.
-    """
+    """Sets x methods x seeds."""
 
     sets: tuple[DatasetRequest, ...]
     methods: tuple[Method, ...]
     seeds: tuple[int, ...]
     folder: Path
-    jobs: int = 1
-    keep_models: bool = False
+    jobs: int = 1  # parallel processes; 1 runs the cells in this one
+    keep_models: bool = False  # of every cell, not only until another has continued it
 
     def cells(self) -> list[Cell]:
         """Return the cells in the order they run: seed by seed, so that an early table has every method in it."""
@@ -85,8 +80,11 @@ def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str 
         if reason is not None:
             failed.add(cell.path)
         after_cell(cell, read_record(cell), reason)
-    if not failed:
-        _remove_intermediate_files(grid)
+    if not failed:  # remove what was kept for later cells only
+        for path in (grid.folder / SHARED).glob("*/views-seed*.pt"):
+            path.unlink(missing_ok=True)
+        for cell in [] if grid.keep_models else grid.cells():
+            shutil.rmtree(cell.model, ignore_errors=True)
 
 
 def _is_finished(grid: Grid, cell: Cell) -> bool:
@@ -132,24 +130,20 @@ def _open_cached(folder: Path, request: DatasetRequest) -> OpenedDataset:
     return _memory[key]
 
 
-def _try_cell(folder: Path, request: DatasetRequest, cell: Cell, earlier: Cell | None, keep_model: bool) -> str | None:
+def _try_cell(grid: Grid, cell: Cell) -> str | None:
     """Run one cell; return why it failed, if for a reason that a user can fix."""
+    request = next(request for request in grid.sets if request.name == cell.set)
+    needed = any(later.after == cell.method.name for later in grid.methods)
     try:
-        run_cell(cell, _open_cached(folder, request), earlier, keep_model)
+        run_cell(cell, _open_cached(grid.folder, request), grid.find_earlier(cell), grid.keep_models or needed)
     except UserError as error:
         return str(error)
     return None
 
 
-def _build_arguments(grid: Grid, cell: Cell) -> tuple[Path, DatasetRequest, Cell, Cell | None, bool]:
-    request = next(request for request in grid.sets if request.name == cell.set)
-    needed = any(later.after == cell.method.name for later in grid.methods)
-    return grid.folder, request, cell, grid.find_earlier(cell), grid.keep_models or needed
-
-
 def _run_in_turn(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iterator[tuple[Cell, str | None]]:
     for cell in waiting:
-        yield cell, _explain_missing(grid, cell, failed) or _try_cell(*_build_arguments(grid, cell))
+        yield cell, _explain_missing(grid, cell, failed) or _try_cell(grid, cell)
 
 
 def _explain_missing(grid: Grid, cell: Cell, failed: set[Path]) -> str | None:
@@ -174,7 +168,7 @@ def _run_in_parallel(grid: Grid, waiting: list[Cell], failed: set[Path]) -> Iter
                         yield cell, reason
                     elif len(running) < grid.jobs and (earlier is None or earlier.path not in busy):
                         todo.remove(cell)
-                        running[pool.submit(_try_cell, *_build_arguments(grid, cell))] = cell
+                        running[pool.submit(_try_cell, grid, cell)] = cell
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
@@ -194,12 +188,3 @@ def _begin_worker(threads: int) -> None:
     torch.set_num_threads(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles it
     end_with_parent()
-
-
-def _remove_intermediate_files(grid: Grid) -> None:
-    """Remove what was kept for later cells only: models, and cached views, which can be large."""
-    for path in (grid.folder / SHARED).glob("*/views-seed*.pt"):
-        path.unlink(missing_ok=True)
-    if not grid.keep_models:
-        for cell in grid.cells():
-            shutil.rmtree(cell.model, ignore_errors=True)

@@ -20,25 +20,16 @@ OPPONENTS, REFERENCE, RETROFIT = "opponents", "reference, uses labels", "retrofi
 
 @dataclass(frozen=True)
 class Method:
-    """One row of a table, or two.
-
-    Args:
-        training: name in `comparison.train.TRAININGS`.
-        rows: names of the rows, one for each head that is reported; a single one is the head that predicts.
-        settings: ``key=value`` of `RefineConfig`; ``batch_size=50%`` is a share of the default B, and
-            ``mini_clusters=10%`` a share of B.
-        after: the method whose model this one continues.
-        uses_labels: for training or fitting, and thus for reference only.
-    """
+    """One row of a table, or two."""
 
     name: str
     summary: str
     group: str
-    training: str
-    rows: tuple[str, ...]
-    settings: tuple[str, ...] = ()
-    after: str | None = None
-    uses_labels: bool = False
+    training: str  # name in `comparison.train.TRAININGS`
+    rows: tuple[str, ...]  # names, one for each head that is reported; a single one is the head that predicts
+    settings: tuple[str, ...] = ()  # ``key=value`` of `RefineConfig`, with shares as `replace_shares` reads them
+    after: str | None = None  # the method whose model this one continues
+    uses_labels: bool = False  # for training or fitting, and thus for reference only
 
 
 def _cdc(group: str, name: str, row: str, settings: str, summary: str) -> Method:

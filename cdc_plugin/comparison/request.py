@@ -11,22 +11,15 @@ from cdc_plugin.errors import ConfigError
 
 @dataclass(frozen=True)
 class TableRecipe:
-    """Methods and seeds of a table, and the sets of the paper for the full one.
-
-    Args:
-        settings: ``key=value`` for all methods.
-        columns: those of the printed table; empty for all.
-        sets: names of ``cdc`` recipes, for the full table.
-        outside: images of none of the clusters, for the full table.
-    """
+    """Methods and seeds of a table, and the sets of the paper for the full one."""
 
     methods: tuple[str, ...]
     seeds: int = 3
     title: str = ""
-    settings: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    sets: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # ``key=value`` for all methods
+    columns: tuple[str, ...] = ()  # of the printed table; empty for all
+    sets: tuple[str, ...] = ()  # names of ``cdc`` recipes, for the full table
+    outside: tuple[str, ...] = ()  # images of none of the clusters, for the full table
 
 
 def read_table_recipe(name: str, full: bool) -> TableRecipe:

@@ -98,15 +98,13 @@ def run_comparison(
     with comparison_folder(out, f"compare-{sets[0].name}", overwrite) as folder:
         _record_request(folder, sets, overwrite)
         grid = Grid(tuple(sets), tuple(stages), tuple(seeds), folder, 1, keep_models)
-        grid = replace(grid, jobs=jobs or choose_jobs(configs[0].device, len(grid.cells())))
+        if not jobs:  # one process per core on a CPU, and one on a GPU, which they would share
+            on_cpu = choose_device(configs[0].device).type == "cpu"
+            jobs = min(len(grid.cells()), os.cpu_count() or 1) if on_cpu else 1
+        grid = replace(grid, jobs=jobs)
         with log_to(folder / LOG):
             failures = _run_cells(grid)
         return write_results(grid, failures, title, columns, command)
-
-
-def choose_jobs(device: str, cells: int) -> int:
-    """Return one process per core on a CPU, and one on a GPU, which they would share."""
-    return min(cells, os.cpu_count() or 1) if choose_device(device).type == "cpu" else 1
 
 
 def write_results(

@@ -72,11 +72,8 @@ def _build_row(cells: Sequence[tuple[Record, Record]], names: dict[str, str]) ->
         *(f"{score} {name}" for name in outside for score in OUTSIDE),
     ]
     return Row(
-        set=first["set"],
-        group=first["group"],
-        method=first["method"],
+        **{key: first[key] for key in ("set", "group", "method", "uses_labels")},
         label=label,
-        uses_labels=first["uses_labels"],
         seeds=len(cells),
         values={column: summarise(cell.get(column) for cell in numbers) for column in columns},
         figures=[row["figures"] for _, row in cells],

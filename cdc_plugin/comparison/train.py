@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.cc import train_cc
-from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask
+from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask, MakeView
 from cdc_plugin.comparison.baselines.scan import train_scan, train_self_label
 from cdc_plugin.comparison.baselines.secu import train_secu, train_secu_size
 from cdc_plugin.comparison.baselines.spice import train_spice
@@ -30,46 +30,37 @@ from cdc_plugin.training.runtime import Runtime
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What one training is given; all of it is its own to change.
-
-    Args:
-        heads: of the model it continues; none for a bare backbone.
-        features: (N, D) of the plain views before training, on the CPU.
-        start: the prototype heads that all methods with this seed share, if they fit this one.
-        views: cached features of the views, if the backbone is frozen.
-    """
+    """What one training is given; all of it is its own to change."""
 
     config: ResolvedConfig
     backbone: Backbone
-    heads: tuple[nn.Module, ...]
+    heads: tuple[nn.Module, ...]  # of the model it continues; none for a bare backbone
     images: ImageSet
-    features: Tensor
+    features: Tensor  # (N, D) of the plain views before training, on the CPU
     device: torch.device
-    start: InitialHeads | None
-    views: Tensor | None
+    start: InitialHeads | None  # the prototype heads that all methods with this seed share, if they fit this one
+    views: Tensor | None  # cached features of the views, if the backbone is frozen
     after_epoch: Callable[[dict[str, float]], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A trained model: its heads, the last of which predicts; or its predictions if it has none.
-
-    Args:
-        probs: (N, C) instead of heads.
-        assignment: (N,) instead of heads, if it states no probabilities.
-        reported: rows that the figures are computed on; None for all. Rows whose labels were used are left out.
-    """
+    """A trained model: its heads, the last of which predicts; or its predictions if it has none."""
 
     heads: tuple[nn.Module, ...] = ()
-    probs: NDArray[np.float64] | None = None
-    assignment: Tensor | None = None
-    reported: Tensor | None = None
+    probs: NDArray[np.float64] | None = None  # (N, C) instead of heads
+    assignment: Tensor | None = None  # (N,) instead of heads, if it states no probabilities
+    reported: Tensor | None = None  # rows to compute figures on, without those whose labels were used; None for all
 
 
 def train_cdc(setup: TrainingSetup) -> Outcome:
     """Train the stage itself as the pipeline does; settings exchange its parts."""
     config, runtime, count = setup.config, Runtime(setup.device, setup.config.precision), len(setup.images)
-    heads = setup.start or _initialise_heads(setup)
+    heads = setup.start
+    if heads is None:
+        features, randomness = setup.features.to(setup.device), generator(config.seed, INITIALISATION)
+        old = head_probabilities(setup.heads[-1].to(setup.device), features) if setup.heads else None
+        heads = build_initial_heads(config.init, setup.heads, features, old, config.clusters, config.hidden, randomness)
     trained = nn.Identity() if config.freeze_backbone else setup.backbone
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, runtime, count)
     fresh = fresh_views(config, setup.backbone, setup.images, runtime)
@@ -139,43 +130,21 @@ def build_task(setup: TrainingSetup) -> BaselineTask:
     def load(rows: Tensor) -> Tensor:
         return pixels(rows).to(device, non_blocking=True)
 
-    plain, weak, strong = (
+    makers: tuple[MakeView, MakeView, MakeView] = (
         lambda rows, randomness: channels_last(plain_view(load(rows), views)),
         lambda rows, randomness: channels_last(weak_view(load(rows), views, randomness)),
         lambda rows, randomness: channels_last(strong_view(load(rows), views, randomness)),
     )
     if setup.views is not None:
         backbone, pick = nn.Identity(), cached_views(setup.views, device)
-        plain, weak, strong = (
+        makers = (
             lambda rows, randomness: pick(rows, randomness).plain,
             lambda rows, randomness: pick(rows, randomness).weak,
             lambda rows, randomness: pick(rows, randomness).strong_of(torch.arange(len(rows), device=device)),
         )
-    return BaselineTask(
-        backbone,
-        setup.backbone.feature_dim,
-        len(setup.images),
-        plain,
-        weak,
-        strong,
-        setup.features.to(device),
-        BaselineSettings(**{item.name: getattr(setup.config, item.name) for item in fields(BaselineSettings)}),
-        device,
-        setup.after_epoch,
-    )
-
-
-def fits_config(start: InitialHeads, config: ResolvedConfig) -> bool:
-    """Return whether the shared prototype heads are those that a config would build."""
-    head = start.clustering
-    return config.init == "prototypes" and (head.layers[0][2], head.clusters) == (config.hidden, config.clusters)  # type: ignore[index]
-
-
-def _initialise_heads(setup: TrainingSetup) -> InitialHeads:
-    config, features = setup.config, setup.features.to(setup.device)
-    old = head_probabilities(setup.heads[-1].to(setup.device), features) if setup.heads else None
-    randomness = generator(config.seed, INITIALISATION)
-    return build_initial_heads(config.init, setup.heads, features, old, config.clusters, config.hidden, randomness)
+    features, dim, count = setup.features.to(device), setup.backbone.feature_dim, len(setup.images)
+    settings = BaselineSettings(**{item.name: getattr(setup.config, item.name) for item in fields(BaselineSettings)})
+    return BaselineTask(backbone, dim, count, *makers, features, settings, device, setup.after_epoch)
 
 
 def _require_labels(setup: TrainingSetup) -> Tensor:

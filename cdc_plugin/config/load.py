@@ -1,7 +1,4 @@
-"""Load settings: defaults < those of the pretraining run < recipe < flags < key=value.
-
-Everything that is wrong with them is reported at once, each with the nearest valid name.
-"""
+"""Load settings, defaults < pretraining run < recipe < flags < key=value, and report all that is wrong at once."""
 
 import dataclasses
 import difflib
@@ -41,8 +38,7 @@ def load_config(
 ) -> Config:
     """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
 
-    Args:
-        defaults: overlay those of the schema only, such as what the pretraining run says of its data.
+    ``defaults`` overlay those of the schema only, such as what the pretraining run says of its data.
 
     >>> load_config("cifar10", {"clusters": 20}, ["augment.flip=false"]).clusters
     20

@@ -29,12 +29,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field that says what it is for and which values it takes.
 
-    Args:
-        auto: what None means.
-        at_least, above, at_most: limits of a number, or of every number in a list.
-        length: how many values a list holds.
-        symbol: the paper's.
-        metavar: stands for the value in ``--help``.
+    ``auto`` says what None means, ``symbol`` is the paper's, ``metavar`` stands for the value in ``--help``. Limits are
+    those of a number, or of every number in a list, which holds ``length`` of them.
     """
     metadata = {name: value for name, value in locals().items() if name != "default"}
     if any(choice not in help for choice in choices):

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Distances are computed for at most this many numbers at a time, to bound memory (64 MB in float32).
-_BLOCK = 1 << 24
-# Distances of all pairs of points are held only where they are no more than this (256 MB: 8,192 points).
-_PAIRS = 1 << 26
+_BLOCK = 1 << 24  # distances that are computed at a time at most, to bound memory (64 MB in float32)
+_PAIRS = 1 << 26  # distances of all pairs of points that are held at most (256 MB: 8,192 points)
 
 Blocks = Callable[[], Iterable[Tensor]]
 

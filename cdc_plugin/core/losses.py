@@ -46,10 +46,7 @@ def negative_entropy(logits: Tensor) -> Tensor:
 
 
 def calibration_loss(
-    logits: Tensor,
-    targets: Tensor,
-    entropy_weight: float,
-    fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss,
+    logits: Tensor, targets: Tensor, entropy_weight: float, fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss
 ) -> Tensor:
     """Return L = L_cal + w_en · L_en (Eq. 3); ``fit`` replaces L_cal where another calibration is compared."""
     return fit(logits, targets) + entropy_weight * negative_entropy(logits)
@@ -57,19 +54,12 @@ def calibration_loss(
 
 @dataclass(frozen=True)
 class Calibration:
-    """One way to train a calibration head, with all else as in CDC (the comparison of Sec. 4.2).
+    """One way to train a calibration head, with all else as in CDC (the comparison of Sec. 4.2)."""
 
-    Args:
-        loss: from (b, C) logits, (b, C) targets and a strength to the mean loss.
-        strength: default strength of the penalty.
-        regional: targets are the means of mini-clusters, as in CDC; else the hard pseudo-label of every sample.
-        strongest: largest valid strength; the smallest is 0, which is no penalty.
-    """
-
-    loss: Callable[[Tensor, Tensor, float], Tensor]
-    strength: float
-    regional: bool
-    strongest: float = math.inf
+    loss: Callable[[Tensor, Tensor, float], Tensor]  # from (b, C) logits, (b, C) targets and a strength
+    strength: float  # of the penalty, unless another one is asked for
+    regional: bool  # targets are the means of mini-clusters, as in CDC; else the hard pseudo-label of every sample
+    strongest: float = math.inf  # valid strength; the smallest is 0, which is no penalty
 
 
 def check_calibration(name: str, strength: float | None = None) -> Calibration:

@@ -11,24 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Share of the images of the refinement that lie beyond the limit.
-FALSE_ALARMS = 0.01
+FALSE_ALARMS = 0.01  # share of the images of the refinement that lie beyond the limit
 LEAST_SHRINKAGE = 0.01
 
 
 @dataclass(frozen=True)
 class Prototypes:
-    """Centres of the clusters in whitened features of unit length.
+    """Centres of the clusters in whitened features of unit length."""
 
-    Args:
-        centers: (C', D) means of the clusters that have images, whitened.
-        whitening: (D, D), from features to directions in which clusters spread equally.
-        limit: distance beyond which an image counts as an outlier.
-    """
-
-    centers: Tensor
-    whitening: Tensor
-    limit: float
+    centers: Tensor  # (C', D) means of the clusters that have images, whitened
+    whitening: Tensor  # (D, D), from features to directions in which clusters spread equally
+    limit: float  # distance beyond which an image counts as an outlier
 
     def distance(self, features: Tensor) -> Tensor:
         """Return the distance (N,) of features (N, D) to the nearest centre; about sqrt(D) for images like those."""

@@ -29,19 +29,14 @@ _ROWS = 2048  # standardised at once, to bound memory
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """Weights of linear (H, D) - BatchNorm - ReLU - linear (C, H); both biases are 0, as in the paper.
-
-    ``mean`` and ``variance`` (H,) are the statistics of the first layer's output on the data, for the
-    BatchNorm layer; ``partition`` (N,) is the k-means partition that the head was made from, and ``centers``
-    (C, D) are its centres among standardised rows.
-    """
+    """Weights of linear (H, D) - BatchNorm - ReLU - linear (C, H); both biases are 0, as in the paper."""
 
     first: Tensor
-    mean: Tensor
+    mean: Tensor  # (H,) as ``variance`` a statistic of the first layer's output on the data, for BatchNorm
     variance: Tensor
     second: Tensor
-    partition: Tensor
-    centers: Tensor
+    partition: Tensor  # (N,) the k-means partition that the head was made from
+    centers: Tensor  # (C, D) its centres among standardised rows
 
 
 def fit_prototype_head(

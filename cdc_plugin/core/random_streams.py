@@ -29,11 +29,7 @@ def generator(*parts: int) -> torch.Generator:
 
 @contextlib.contextmanager
 def fork_rng(randomness: torch.Generator, device: torch.device, process: int = 0) -> Iterator[None]:
-    """Seed torch's global generator, which random weights and dropout draw from, and restore it afterwards.
-
-    Args:
-        process: number of the process; each has its own stream.
-    """
+    """Seed torch's global generator, which weights and dropout draw from, for each process; restore it afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int(torch.randint(2**62, (), generator=randomness)) + process)

@@ -76,10 +76,8 @@ def find_entry(kind: str, key: str) -> Path | None:
 
 def mark_used(path: Path) -> None:
     """Mark an entry as used just now, so that others are removed before it."""
-    try:
+    with contextlib.suppress(OSError):  # somebody else's, or gone
         os.utime(path)
-    except OSError:
-        log.debug("%s belongs to somebody else or is gone", path)
 
 
 def find_or_make(path: Path, find: Callable[[], T | None], make: Callable[[], T]) -> T:
@@ -189,10 +187,8 @@ def open_rows(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[A
 def write_rows(path: Path, parts: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     """Write parts of an array one after another to a .npy file, complete or not at all, and return it mapped.
 
-    They are written, not put into a map: a full disk then raises an error, where a map would end the process.
-
-    Args:
-        shape: of the whole array; there may turn out to be fewer rows.
+    They are written, not put into a map: a full disk then raises an error, where a map would end the process. There may
+    turn out to be fewer rows than in ``shape``.
 
     Raises:
         OutputError: the disk is full, or the folder cannot be written.

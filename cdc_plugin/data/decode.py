@@ -22,11 +22,7 @@ class UnreadableImageError(Exception):
 
 
 def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
-    """Return the first frame of an image file as RGB, upright.
-
-    Args:
-        side: the image will be made this small; JPEGs may be decoded at a fraction of their size, never below
-            twice this.
+    """Return the first frame of an image file as RGB, upright; JPEGs may be decoded smaller, not below twice ``side``.
 
     Raises:
         UnreadableImageError: gone, empty, damaged, far too large or of an unknown format.

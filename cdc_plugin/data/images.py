@@ -25,22 +25,15 @@ DEFAULT_SIZE = 224
 class ImageSet:
     """Images ready for training, and what is known about them.
 
-    Args:
-        images: uint8 (N, S, S, 3), in memory or mapped from disk.
-        names: path relative to the source folder with forward slashes, or the index as text.
-        labels: (N,) int64 for reporting only, or None.
-        skipped: name and reason of every image that could not be read; these are not counted in N.
-        source: what the images were opened from.
-        digest: short hash that changes when the source changes: with the content of arrays, with name, size and time
-            of change of files, and with which images could not be read.
-        count: N, the same as ``len(images)``.
+    The short hash ``digest`` changes when the source does: with the content of arrays, with name, size and time of
+    change of files, and with which images could not be read.
     """
 
-    images: Pixels
-    names: list[str]
-    labels: NDArray[np.int64] | None = None
+    images: Pixels  # (N, S, S, 3), in memory or mapped from disk
+    names: list[str]  # path relative to the source folder with forward slashes, or the index as text
+    labels: NDArray[np.int64] | None = None  # (N,) for reporting only
     class_names: list[str] | None = None
-    skipped: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)  # name of what could not be read, and why; not in N
     source: str = ""
     digest: str = ""
     count: int = field(init=False)
@@ -58,32 +51,19 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class Survey:
-    """What is known of images before they are read.
+    """What is known of images before they are read."""
 
-    Args:
-        count: of all images, whether they can be read or not.
-        labels: whether they have labels; unknown ones of a Python data set count as none.
-        looked_at: how many images were read, and ``skipped``: name and reason of those that could not be.
-    """
-
-    count: int
-    labels: bool
+    count: int  # of all images, whether they can be read or not
+    labels: bool  # whether they have labels; unknown ones of a Python data set count as none
     source: str
-    looked_at: int
-    skipped: list[tuple[str, str]]
+    looked_at: int  # how many images were read
+    skipped: list[tuple[str, str]]  # name and reason of those that could not be
 
 
 def survey_images(
-    source: Any,
-    input_size: int,
-    *,
-    labels: bool = True,
-    root: str | os.PathLike[str] | None = None,
-    looks: int = 64,
+    source: Any, input_size: int, *, labels: bool = True, root: str | os.PathLike[str] | None = None, looks: int = 64
 ) -> Survey:
     """Count the images, and try to read some of them, evenly spread; arguments as in `open_images`.
-
-    Of a million files it takes seconds, where the disk is fast.
 
     >>> survey_images("digits", 32, looks=8).count
     1797
@@ -169,12 +149,6 @@ def digest_image_list(images: ImageSet, looks: int = 64) -> str:
     It covers the names in their order, the size, which images could not be read, and the pixels of some images, evenly
     spread. Unlike `ImageSet.digest` it does not depend on times of change, which differ between copies of the same
     files on two machines.
-
-    >>> digits, fewer = open_images("digits"), open_images("digits", limit=100)
-    >>> digest_image_list(digits) == digest_image_list(open_images("digits"))
-    True
-    >>> digest_image_list(digits) == digest_image_list(fewer)
-    False
     """
     sample = images.images[spread_evenly(len(images), looks)]
     skipped = [name for name, _ in images.skipped]

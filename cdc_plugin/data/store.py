@@ -1,5 +1,6 @@
 """Read the images of a source as squares of one size, and keep them: in memory, or beyond 64 MB in the cache."""
 
+import contextlib
 import json
 import os
 import time
@@ -15,16 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from cdc_plugin.data import cache
 from cdc_plugin.data.atomic import write_text
-from cdc_plugin.data.cache import (
-    find_cache_folder,
-    find_or_make,
-    format_bytes,
-    make_room,
-    open_rows,
-    write_private_rows,
-    write_rows,
-)
 from cdc_plugin.data.decode import Pixels, UnreadableImageError, square_from_pil, squares_from_array
 from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.errors import DataError
@@ -50,15 +43,14 @@ def read_once(
 ) -> Squares:
     """Return the squares of a source; large ones are read by one process and found by all others.
 
-    Args:
-        folder: to keep large ones in; None is the cache that all runs share.
+    These are kept in the ``folder``; None is the cache that all runs share.
     """
     if not callable(source.content) and source.content.shape[1:3] == (side, side):
         return source.content, [], source.labels
     size = len(source) * side * side * 3
     if size <= MEMORY_LIMIT:
         return _read_into_memory(source, side, progress)
-    place = find_cache_folder() if folder is None else Path(folder)
+    place = cache.find_cache_folder() if folder is None else Path(folder)
     if place is None or (folder is None and not source.exact):
         return _read_into_private_file(source, side, progress)
     # The side is part of the name, so that runs at two sizes can share a cache folder.
@@ -66,19 +58,16 @@ def read_once(
 
     def make() -> Squares:
         if folder is None:
-            make_room(path, size)
+            cache.make_room(path, size)
         return _read_into_file(source, side, path, progress)
 
-    return find_or_make(path, lambda: _find_squares(source, side, path), make)
+    return cache.find_or_make(path, lambda: _find_squares(source, side, path), make)
 
 
 def read_squares(
     source: ImageSource, side: int, skipped: Skipped, progress: Progress | None = None
 ) -> Iterator[Pixels]:
-    """Yield squares (n, side, side, 3) in order; what cannot be read is appended to ``skipped`` instead.
-
-    Threads decode ahead where that is of use.
-    """
+    """Yield squares (n, side, side, 3) in order; what cannot be read is appended to ``skipped`` instead."""
     show = progress or (lambda steps, total, description: steps)
     description = f"reading {source.description}"
     if not callable(source.content):
@@ -148,7 +137,7 @@ def _read_into_memory(source: ImageSource, side: int, progress: Progress | None)
         images = np.empty(shape, dtype=np.uint8)
     except MemoryError as error:
         raise DataError(
-            f"{len(source)} images of {side} x {side} need {format_bytes(prod(shape))} of memory, "
+            f"{len(source)} images of {side} x {side} need {cache.format_bytes(prod(shape))} of memory, "
             "more than there is; set CDC_CACHE to a folder on disk, or choose a smaller input size"
         ) from error
     skipped: Skipped = []
@@ -163,7 +152,7 @@ def _read_into_private_file(source: ImageSource, side: int, progress: Progress |
     """Read into a file that goes with this process, so that memory does not grow with the images; else into memory."""
     skipped: Skipped = []
     parts = _read_all(source, side, skipped, progress)
-    images = write_private_rows("images", parts, (len(source), side, side, 3), np.uint8)
+    images = cache.write_private_rows("images", parts, (len(source), side, side, 3), np.uint8)
     return _read_into_memory(source, side, progress) if images is None else (images, skipped, source.labels)
 
 
@@ -172,7 +161,7 @@ def _read_into_file(source: ImageSource, side: int, path: Path, progress: Progre
     notes = path.with_suffix(".json")
     notes.unlink(missing_ok=True)  # should this process be killed, old notes must not be taken for those of new images
     skipped: Skipped = []
-    images = write_rows(path, _read_all(source, side, skipped, progress), (len(source), side, side, 3), np.uint8)
+    images = cache.write_rows(path, _read_all(source, side, skipped, progress), (len(source), side, side, 3), np.uint8)
     labels = None if source.labels is None else source.labels.tolist()
     write_text(notes, json.dumps({"version": VERSION, "count": len(images), "skipped": skipped, "labels": labels}))
     return images, skipped, source.labels
@@ -189,15 +178,11 @@ def _find_squares(source: ImageSource, side: int, path: Path) -> Squares | None:
         labels = None if notes["labels"] is None else np.array(notes["labels"], dtype=np.int64)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    images = open_rows(path, (count, side, side, 3), np.uint8)
-    if images is None or any(_is_readable(source, index) for index, _ in skipped[:RETRIED]):
+    images = cache.open_rows(path, (count, side, side, 3), np.uint8)
+    if images is None:
         return None
+    for index, _ in skipped[:RETRIED]:
+        with contextlib.suppress(UnreadableImageError):
+            source.read(index)
+            return None
     return images, skipped, labels
-
-
-def _is_readable(source: ImageSource, index: int) -> bool:
-    try:
-        source.read(index)
-    except UnreadableImageError:
-        return False
-    return True

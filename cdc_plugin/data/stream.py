@@ -29,16 +29,11 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageStream:
-    """Images that are known but not kept; made by `open_stream`.
-
-    Args:
-        side: of the squares they are read as.
-        unreadable: place and reason of every image that could not be read; complete after the last chunk.
-    """
+    """Images that are known but not kept; made by `open_stream`."""
 
     source: ImageSource | ArrayRows
-    side: int
-    unreadable: Skipped = field(default_factory=list)
+    side: int  # of the squares they are read as
+    unreadable: Skipped = field(default_factory=list)  # complete after the last chunk
 
     def __len__(self) -> int:
         """Count all images, whether they can be read or not."""
@@ -56,8 +51,7 @@ class ImageStream:
     def chunks(self, size: int = CHUNK, pieces: Sequence[range] | None = None) -> Iterator[Chunk]:
         """Yield the readable images in order, ``size`` at once; the next chunk is read while this one is used.
 
-        Args:
-            pieces: rising ranges of places to read, not empty; no chunk spans two of them. None is all images.
+        ``pieces`` are rising ranges of places to read, not empty; no chunk spans two of them. None is all images.
         """
         self.unreadable.clear()
         pieces = [range(len(self))] if pieces is None else pieces
@@ -130,8 +124,13 @@ def open_stream(source: Any, side: int) -> ImageStream:
     >>> [len(chunk.names) for chunk in stream.chunks(1000)]
     [1000, 797]
     """
-    rows = _find_array_rows(source)
-    if rows is None:
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu().numpy()
+    if isinstance(source, np.ndarray):
+        rows = read_rows_of_array(source, "array")
+    elif isinstance(source, str | os.PathLike) and find_kind(source) == "array":
+        rows = read_rows_of_file(Path(source).expanduser())
+    else:
         described = describe_source(source, side, None)
         if callable(described.content):
             return ImageStream(described, side)
@@ -147,17 +146,6 @@ def read_images(source: Any, side: int, places: Sequence[int] | NDArray[np.int64
     if skipped:
         raise DataError(f"cannot read {skipped[0][0]}: {skipped[0][1]}")
     return squares
-
-
-def _find_array_rows(source: Any) -> ArrayRows | None:
-    """Return arrays and array files as they are stored; None for anything else."""
-    if isinstance(source, torch.Tensor):
-        source = source.detach().cpu().numpy()
-    if isinstance(source, np.ndarray):
-        return read_rows_of_array(source, "array")
-    if isinstance(source, str | os.PathLike) and find_kind(source) == "array":
-        return read_rows_of_file(Path(source).expanduser())
-    return None
 
 
 def _make_chunk(source: ImageSource, places: list[int], squares: list[Pixels]) -> Chunk:

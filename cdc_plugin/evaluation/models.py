@@ -42,6 +42,11 @@ class EvaluatedModel:
     warnings: tuple[str, ...] = ()  # what the quality card said when it was refined
 
     @property
+    def config(self) -> RefineConfig:
+        """Return the settings of its run, else the defaults, so that random choices match the end of a run."""
+        return self.run.config if self.run is not None else RefineConfig()
+
+    @property
     def network(self) -> str:
         """Describe the network; call it once images have settled what the checkpoint left open."""
         return describe(self.model.backbone.spec)

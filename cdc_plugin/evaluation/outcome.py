@@ -16,16 +16,16 @@ from cdc_plugin.evaluation.records import (
     build_prediction_table,
     describe_run,
     measure,
-    old_record,
-    run_record,
-    write_table,
+    measure_head,
+    start_record,
+    write_tables,
 )
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.report.run_page import collect_page, render_page
 from cdc_plugin.training.batches import predict_augmented, snapshot_rows
 from cdc_plugin.training.collapse import as_warnings, detect, setback_warning
-from cdc_plugin.training.features import head_probabilities, kmeans_of_all, private_features
+from cdc_plugin.training.features import head_probabilities, kmeans_of_all, shared_features
 from cdc_plugin.training.prepare import Prepared
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run
@@ -36,7 +36,13 @@ def measure_start(prepared: Prepared, heads: InitialHeads, settings: ResolvedCon
     images, features, partition = prepared.images, prepared.features, heads.partition.cpu()
     clustering, calibration = (head_probabilities(head, features) for head in (heads.clustering, heads.calibration))
     before = measure(clustering, calibration, partition.numpy(), images.labels)
-    old = old_record(prepared.old, calibration, prepared.loaded, images)
+    old = None
+    if prepared.old is not None:
+        assignment = prepared.old.argmax(axis=1)
+        figures = measure_head(prepared.old, images.labels)
+        figures |= {"writer": prepared.loaded.origin.writer, "clusters": prepared.old.shape[1]}
+        figures["agreement_before"] = float((calibration.argmax(axis=1) == assignment).mean())
+        old = {"figures": figures, "assignment": torch.from_numpy(assignment)}
     model = Clusterer(prepared.backbone, heads.clustering, heads.calibration)
     return Run(settings, folder, prepared.runtime, images, model, before, start=partition, old=old)
 
@@ -49,7 +55,7 @@ def finish_run(run: Run, seconds: float) -> Report:
             for tensor in head.to(runtime.device).state_dict().values():
                 runtime.distributed.broadcast_(tensor)
     randomness = generator(settings.seed, FINAL)
-    features = private_features(model.backbone, images, runtime)
+    features = shared_features(model.backbone, images, runtime, cached=False)
     clustering = head_probabilities(model.clustering_head, features)
     calibration = head_probabilities(model.calibration_head, features)
     assignment = torch.from_numpy(calibration.argmax(axis=1))
@@ -79,26 +85,20 @@ def finish_run(run: Run, seconds: float) -> Report:
     if run.old is not None:
         same = calibration.argmax(axis=1) == run.old["assignment"].numpy()
         old = {**run.old["figures"], "agreement_after": float(same.mean())}
-    metrics = run_record(
-        images,
-        clusters=settings.clusters,
-        epochs=settings.epochs,
-        seed=settings.seed,
-        before=run.before,
-        after=measure(clustering, calibration, partition, images.labels),
-        old_model=old,
-        label_free=card,
-        seconds=seconds,
-    )
-    more = {
-        "trusted": find_trusted(calibration),
-        "distance": distance,
-        "outlier": distance > model.prototypes.limit,
+    metrics = start_record("refinement", images, settings.clusters) | {
+        "epochs": settings.epochs,
+        "seed": settings.seed,
+        "before": run.before,
+        "after": measure(clustering, calibration, partition, images.labels),
+        "old_model": old,
+        "label_free": card,
+        "seconds": round(seconds, 1),
     }
+    more = {"trusted": find_trusted(calibration), "distance": distance, "outlier": distance > model.prototypes.limit}
     table = build_prediction_table(images.names, clustering, calibration, more)
     if runtime.distributed.main:
         model.save(folder, describe_origin(run, card))
-        write_table(folder / PREDICTIONS, table)
+        write_tables(folder / PREDICTIONS, [table])
         write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
         about = describe_run(settings, folder)
         page = collect_page(metrics, table, calibration, images, history=run.history, **about)

@@ -22,7 +22,6 @@ from cdc_plugin.evaluation.records import (
     choose_name_column,
     compute_outlier_columns,
     compute_prediction_columns,
-    concatenate_tables,
 )
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.features import head_probabilities
@@ -63,10 +62,6 @@ class Prediction:
         """Return the (N,) values of one column, or None where the model does not provide it."""
         values = [part.columns[name] for part in self.parts if name in part.columns]
         return np.concatenate(values) if values else None
-
-    @cached_property
-    def table(self) -> np.recarray:
-        return concatenate_tables(self.tables())
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
@@ -143,23 +138,11 @@ class Predictor:
 
 
 def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK) -> Predictor:
-    """Open the images, and infer from some of them what the checkpoint did not state; changes the model.
-
-    Args:
-        data: anything that ``open_images`` takes; its labels are ignored.
-    """
+    """Open what ``open_images`` takes, and infer from some images what the checkpoint left open; changes the model."""
     model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     stream = open_stream(data, storage_size(model.backbone.input_size))
     model.backbone = resolve_input(model.backbone, _read_sample(model, stream))
     return Predictor(model, stream, view_settings(model.backbone), device, batch_size)
-
-
-def predict_images(
-    model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK, progress: Progress | None = None
-) -> Prediction:
-    """Return cluster and calibrated confidence of every image, as `prepare` takes it; only the table grows."""
-    predictor = prepare(model, data, device, batch_size)
-    return predictor.collect(list(predictor.predict_parts([range(len(predictor.stream))], progress)))
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ a digest of everything the part depends on, so that parts of another model or of
 
 import json
 import re
-import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -40,13 +39,9 @@ DAMAGED = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.err
 def predict_in_parts(
     predictor: Predictor, folder: Path, distributed: Distributed, progress: Progress | None = None
 ) -> Prediction | None:
-    """Predict with all processes; parts that an interrupted run finished are not computed again.
+    """Predict with all processes, but not what an interrupted run finished; return None in all but the main one.
 
-    Args:
-        folder: where finished parts are kept, for the caller to remove; a single part is not written.
-
-    Returns:
-        The prediction in the main process, None in the others.
+    The caller removes the folder of finished parts; a single part is not written.
     """
     ranges = list(split_rows(range(len(predictor.stream)), PART))
     if len(ranges) == 1:
@@ -77,11 +72,6 @@ def choose_parts_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.parts"
 
 
-def remove_parts(folder: Path) -> None:
-    """Remove all parts once the output is written."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @dataclass(frozen=True)
 class PartFolder:
     """The parts of one prediction, read from disk whenever they are iterated."""
@@ -108,7 +98,10 @@ class PartFolder:
             file.unlink(missing_ok=True)
         discarded = sum(not file.name.startswith(".") and file.suffix == ".npz" for file in others)
         if discarded:
-            log.warning("%d finished parts in %s are not used: %s", discarded, self.path, self._explain_discard())
+            earlier = self._read_inputs()
+            changed = [name for name in self.inputs if earlier.get(name) != self.inputs[name]]
+            reason = f"{' and '.join(changed)} changed" if changed else "they are damaged"
+            log.warning("%d finished parts in %s are not used: %s", discarded, self.path, reason)
         if finished:
             log.warning("resuming: %d of %d parts are finished (%s)", len(finished), self.count, self.path)
         return finished
@@ -157,11 +150,6 @@ class PartFolder:
             return dict(json.loads((self.path / INPUTS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return {}
-
-    def _explain_discard(self) -> str:
-        earlier = self._read_inputs()
-        changed = [name for name in self.inputs if earlier.get(name) != self.inputs[name]]
-        return f"{' and '.join(changed)} changed" if changed else "they are damaged"
 
 
 def describe_inputs(predictor: Predictor) -> dict[str, str | int]:

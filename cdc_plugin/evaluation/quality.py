@@ -38,27 +38,17 @@ FEW_IMAGES = 20
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements behind a card.
+    """The measurements behind a card."""
 
-    Args:
-        clustering, calibration: (N, C) probabilities of both heads; the same where a model has one.
-        features: (N, D) of all images, or of a sample of them if there are very many.
-        kmeans: (N,) k-means on these features.
-        seen, augmented: indices (n,) of some images, and the clusters (n,) predicted for an augmented view of them.
-        start: (N,) k-means on the features that a run started from; None if there was no run.
-        last_epochs: clusters (m,) of the same m images after each of the last epochs.
-        sample: (n,) which images the features are of; None for all.
-    """
-
-    clustering: Tensor
-    calibration: Tensor
-    features: Tensor
-    kmeans: Tensor
-    seen: Tensor
-    augmented: Tensor
-    start: Tensor | None = None
-    last_epochs: Sequence[Tensor] = ()
-    sample: Tensor | None = None
+    clustering: Tensor  # (N, C) probabilities; those of the other head where a model has one
+    calibration: Tensor  # (N, C)
+    features: Tensor  # (N, D) of all images, or of a sample of them if there are very many
+    kmeans: Tensor  # (N,) on these features
+    seen: Tensor  # (n,) indices of some images
+    augmented: Tensor  # (n,) clusters that are predicted for an augmented view of them
+    start: Tensor | None = None  # (N,) k-means on the features that a run started from; None if there was no run
+    last_epochs: Sequence[Tensor] = ()  # clusters (m,) of the same m images after each of the last epochs
+    sample: Tensor | None = None  # (n,) which images the features are of; None for all
 
 
 def find_trusted(calibration: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -98,16 +88,12 @@ def assess(evidence: Evidence) -> dict[str, Any]:
     if any(warning["kind"] == "merged" for warning in warnings):
         doubts.append("some clusters may contain two kinds of images")
     if doubts:
-        warnings.insert(
-            0,
-            _warning(
-                "estimate",
-                f"The expected accuracy of {card['expected_accuracy']:.0%} may be off by more than 5 points: "
-                f"{'; '.join(doubts)}. To find out, label some images by hand: cdc-predict --audit 100.",
-            ),
+        text = (
+            f"The expected accuracy of {card['expected_accuracy']:.0%} may be off by more than 5 points: "
+            f"{'; '.join(doubts)}. To find out, label some images by hand: cdc-predict --audit 100."
         )
-    card["warnings"] = warnings
-    return card
+        warnings = [_warning("estimate", text), *warnings]
+    return card | {"warnings": warnings}
 
 
 def _find_doubts(card: dict[str, Any], image_count: int, clusters: int) -> list[str]:
@@ -136,20 +122,17 @@ def _check_sizes(sizes: Tensor) -> list[dict[str, str]]:
     largest = sizes.max().item() / image_count
     warnings = []
     if largest > (COLLAPSED if clusters > 2 else COLLAPSED_OF_TWO):
-        warnings.append(
-            _warning(
-                "collapse",
-                f"Cluster {sizes.argmax().item()} contains {largest:.0%} of all images: the clusters have collapsed, "
-                "or the classes are very unbalanced. A better backbone or a lower lr_backbone may help.",
-            )
+        text = (
+            f"Cluster {sizes.argmax().item()} contains {largest:.0%} of all images: the clusters have collapsed, "
+            "or the classes are very unbalanced. A better backbone or a lower lr_backbone may help."
         )
+        warnings.append(_warning("collapse", text))
     if empty:
         several = "cluster is" if empty == 1 else "clusters are"
         warnings.append(_warning("empty", f"{empty} {several} empty; try a smaller --clusters."))
     if small:
-        warnings.append(
-            _warning("small", f"{_name_clusters(small)} {'is' if len(small) == 1 else 'are'} nearly empty.")
-        )
+        verb = "is" if len(small) == 1 else "are"
+        warnings.append(_warning("small", f"{_name_clusters(small)} {verb} nearly empty."))
     return warnings
 
 

@@ -3,16 +3,14 @@
 import csv
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cdc_plugin.checkpoints.load import Loaded
 from cdc_plugin.config.recipes import DEMO_BACKBONE
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes
@@ -35,15 +33,11 @@ class Report:
 
     metrics: dict[str, Any]
     predictions: np.recarray
-    folder: Path | None = field(default=None)
+    folder: Path | None = None
 
 
 def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
-    """Return the part of report.json that every kind of report has; report/report.schema.json describes all of it.
-
-    Args:
-        kind: "refinement" or "evaluation".
-    """
+    """Return the part of report.json that every kind of report has; report/report.schema.json describes all of it."""
     labels = images.labels
     return {
         "schema_version": SCHEMA_VERSION,
@@ -55,36 +49,6 @@ def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
         "labels": labels is not None,
         "units": "fractions of 1; ECE has 15 equal-width bins",
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
-    }
-
-
-def run_record(
-    images: ImageSet,
-    *,
-    clusters: int,
-    epochs: int,
-    seed: int,
-    before: dict[str, Any],
-    after: dict[str, Any],
-    old_model: dict[str, Any] | None,
-    label_free: dict[str, Any],
-    seconds: float,
-) -> dict[str, Any]:
-    """Return the content of the report.json of a refinement.
-
-    Args:
-        before, after: of `measure`, at the start and at the end of the run.
-        old_model: figures of the model that was retrofitted, where there was one.
-        label_free: the quality card.
-    """
-    return start_record("refinement", images, clusters) | {
-        "epochs": epochs,
-        "seed": seed,
-        "before": before,
-        "after": after,
-        "old_model": old_model,
-        "label_free": label_free,
-        "seconds": round(seconds, 1),
     }
 
 
@@ -111,13 +75,13 @@ def comparison_record(rows: Sequence[Row], verdicts: Sequence[str], failures: Ma
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "method_comparison",
-        "rows": [asdict(row) | _values_record(row) for row in rows],
+        "rows": [asdict(row) | _split_values(row) for row in rows],
         "verdicts": list(verdicts),
         "failures": [{"cell": cell, "reason": reason} for cell, reason in failures.items()],
     }
 
 
-def _values_record(row: Row) -> dict[str, Any]:
+def _split_values(row: Row) -> dict[str, Any]:
     outside: dict[str, dict[str, Any]] = {}
     own: dict[str, Any] = {}
     for column, value in row.values.items():
@@ -147,16 +111,6 @@ def measure(
 def measure_head(probs: NDArray[np.float32], labels: NDArray[np.int64] | None) -> dict[str, Any]:
     """Every figure of one head's probabilities (N, C); without labels those of `summary_unlabelled`."""
     return summary_unlabelled(probs) if labels is None else summary(probs, labels)
-
-
-def old_record(old: Any, initial: Any, loaded: Loaded, images: ImageSet) -> dict[str, Any] | None:
-    """Return the figures of the model that is retrofitted, and its assignment to compare the final one with."""
-    if old is None:
-        return None
-    figures = measure_head(old, images.labels)
-    figures |= {"writer": loaded.origin.writer, "clusters": old.shape[1]}
-    figures["agreement_before"] = float((initial.argmax(axis=1) == old.argmax(axis=1)).mean())
-    return {"figures": figures, "assignment": torch.from_numpy(old.argmax(axis=1))}
 
 
 def build_prediction_table(
@@ -227,13 +181,11 @@ def concatenate_tables(tables: Iterable[np.recarray]) -> np.recarray:
     return np.concatenate(list(tables)).view(np.recarray)
 
 
-def write_table(path: Path, table: np.recarray) -> None:
-    """Write the table as CSV (UTF-8, with a header, numbers with 6 decimals, true and false as 1 and 0)."""
-    write_tables(path, [table])
-
-
 def write_tables(path: Path, tables: Iterable[np.recarray]) -> None:
-    """Write tables with the same columns as one CSV, as `write_table` does, with one table in memory at a time."""
+    """Write tables with the same columns as one CSV, with one of them in memory at a time.
+
+    It is UTF-8 with a header; numbers have 6 decimals, true and false are 1 and 0.
+    """
     with (
         open_atomically(path) as temporary,
         # File names need not be valid UTF-8; their bytes are written as they are.

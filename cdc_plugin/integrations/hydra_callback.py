@@ -46,18 +46,8 @@ def find_run_folder(config: DictConfig, began: float) -> Path:
     )
 
 
-def choose_results_folder(run_folder: Path) -> Path:
-    """Return ``cdc`` in the run folder, or the next free name: solo-learn may write several runs into one folder."""
-    names = itertools.chain([RESULTS], (f"{RESULTS}-{number}" for number in itertools.count(2)))
-    return next(run_folder / name for name in names if not (run_folder / name).exists())
-
-
 class RefineWhenPretrained(Callback):
-    """Run ``cdc-refine --backbone RUN_FOLDER --out RUN_FOLDER/cdc`` with the settings of the ``cdc`` node.
-
-    Args:
-        options: more arguments for the command.
-    """
+    """Run ``cdc-refine --backbone RUN_FOLDER --out RUN_FOLDER/cdc`` and more ``options`` with the ``cdc`` node."""
 
     def __init__(self, options: Sequence[str] = ()) -> None:
         self.options = [str(option) for option in options]
@@ -78,10 +68,12 @@ class RefineWhenPretrained(Callback):
         except (UserError, OSError, ValueError) as error:
             log.error("cdc-refine was not started, the pretraining is complete: %s", error)
             return
-        arguments = ["--backbone", str(folder), "--out", str(choose_results_folder(folder)), *self.options]
+        # solo-learn may write several runs into one folder.
+        names = itertools.chain([RESULTS], (f"{RESULTS}-{number}" for number in itertools.count(2)))
+        results = next(folder / name for name in names if not (folder / name).exists())
+        arguments = ["--backbone", str(folder), "--out", str(results), *self.options]
         environment = {name: value for name, value in os.environ.items() if name not in (*RANKS, *GROUP)}
         code = subprocess.run([sys.executable, "-m", "cdc_plugin", *arguments], env=environment, check=False).returncode
         if code:
-            again = shlex.join(["cdc-refine", *arguments])
             message = "cdc-refine ended with exit code %d; the pretraining in %s is complete. To try again: %s"
-            log.error(message, code, folder, again)
+            log.error(message, code, folder, shlex.join(["cdc-refine", *arguments]))

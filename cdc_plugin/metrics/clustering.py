@@ -11,14 +11,11 @@ from cdc_plugin.metrics.confidence import Booleans, Integers, check_probabilitie
 
 
 def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:
-    """Count the samples of every (cluster, class) pair, both in ascending order of their numbers.
+    """Count the samples of every (cluster found, class found) pair, both in ascending order of their numbers.
 
     Args:
         predicted: (N,) cluster of every sample.
         labels: (N,) class of every sample.
-
-    Returns:
-        (clusters found, classes found) counts.
     """
     clusters, classes = (np.unique(values, return_inverse=True) for values in _paired(predicted, labels))
     return _count_pairs(clusters[1], classes[1], len(clusters[0]), len(classes[0]))

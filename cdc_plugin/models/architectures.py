@@ -165,7 +165,13 @@ def build_torchvision(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     kwargs = spec.get("kwargs", {})
     with _explain_failure(f"torchvision could not build {name!r} with {kwargs}"):
         network = models.get_model(name, weights=None, **extra, **kwargs)
-    return network, _drop_classifier(network, name)
+    linears = [(path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Linear)]
+    path, layer = linears[-1] if linears else ("", nn.Linear(1, 1))
+    if not path.startswith(("fc", "head", "classifier")):
+        raise CheckpointError(f"torchvision's {name!r} has no linear classifier to take off; use its timm twin")
+    parent_path, _, leaf = path.rpartition(".")
+    setattr(network.get_submodule(parent_path), leaf, nn.Identity())
+    return network, layer.in_features
 
 
 def build_resnet_linear(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
@@ -237,16 +243,6 @@ def timm_input(name: str) -> tuple[tuple[float, ...], tuple[float, ...], int]:
     if config is None:
         return (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 224
     return tuple(config.mean), tuple(config.std), int(config.input_size[-1])
-
-
-def _drop_classifier(network: nn.Module, name: str) -> int:
-    linears = [(path, layer) for path, layer in network.named_modules() if isinstance(layer, nn.Linear)]
-    path, layer = linears[-1] if linears else ("", nn.Linear(1, 1))
-    if not path.startswith(("fc", "head", "classifier")):
-        raise CheckpointError(f"torchvision's {name!r} has no linear classifier to take off; use its timm twin")
-    parent_path, _, leaf = path.rpartition(".")
-    setattr(network.get_submodule(parent_path), leaf, nn.Identity())
-    return layer.in_features
 
 
 def _name_similar(name: str, known: list[str]) -> str:

@@ -70,33 +70,34 @@ class Clusterer(nn.Module):
 
     def save(self, folder: Path, provenance: dict[str, Any]) -> None:
         """Write ``model.safetensors`` and ``model.json``, each completely or not at all."""
-        from safetensors.torch import save_file
+        write_model(folder, self.backbone, provenance, self)
 
-        backbone = self.backbone
-        description = {
-            "format": "cdc_plugin",
-            "version": VERSION,
-            "backbone": {
-                "spec": backbone.spec,
-                "feature_dim": backbone.feature_dim,
-                "mean": [round(value, 6) for value in backbone.mean.tolist()],
-                "std": [round(value, 6) for value in backbone.std.tolist()],
-                "input_size": backbone.input_size,
-            },
-            "heads": self.calibration_head.spec,
-            "provenance": provenance,
-        }
-        parts = {"backbone": backbone.module, "clustering_head": self.clustering_head}
-        parts["calibration_head"] = self.calibration_head
-        tensors = {
-            f"{part}.{name}": tensor.detach().cpu().contiguous()
-            for part, module in parts.items()
-            for name, tensor in module.state_dict().items()
-        }
-        if self.prototypes is not None:
-            tensors |= prototype_tensors(self.prototypes)
-        write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
-        write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")
+
+def write_model(folder: Path, backbone: Backbone, provenance: dict[str, Any], model: Clusterer | None = None) -> None:
+    """Write a backbone, with the heads and prototypes of its ``model`` if it has been refined."""
+    from safetensors.torch import save_file
+
+    facts: dict[str, Any] = {
+        "spec": backbone.spec,
+        "feature_dim": backbone.feature_dim,
+        "mean": [round(value, 6) for value in backbone.mean.tolist()],
+        "std": [round(value, 6) for value in backbone.std.tolist()],
+        "input_size": backbone.input_size,
+    }
+    description = {"format": "cdc_plugin", "version": VERSION, "backbone": facts}
+    parts = {"backbone": backbone.module}
+    if model is not None:
+        description["heads"] = model.calibration_head.spec
+        parts |= {"clustering_head": model.clustering_head, "calibration_head": model.calibration_head}
+    tensors = {
+        f"{part}.{name}": tensor.detach().cpu().contiguous()
+        for part, module in parts.items()
+        for name, tensor in module.state_dict().items()
+    }
+    if model is not None and model.prototypes is not None:
+        tensors |= prototype_tensors(model.prototypes)
+    write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
+    write_text(folder / DESCRIPTION, json.dumps({**description, "provenance": provenance}, indent=2) + "\n")
 
 
 def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:

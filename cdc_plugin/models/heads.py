@@ -1,6 +1,7 @@
 """Define clustering heads: the one of Sec. 3.3 and those that other methods trained."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,21 @@ from torch import Tensor, nn
 
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, HeadWeights
 from cdc_plugin.errors import CheckpointError
+
+
+class Normalize(nn.Module):
+    """Scale rows to unit length."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.normalize(rows, dim=1)
+
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "linear": nn.Linear,
+    "batchnorm": partial(nn.BatchNorm1d, eps=BATCHNORM_EPSILON),
+    "relu": partial(nn.ReLU, inplace=True),
+    "normalize": Normalize,
+}
 
 
 class LayeredHead(nn.Sequential):
@@ -22,7 +38,7 @@ class LayeredHead(nn.Sequential):
     """
 
     def __init__(self, layers: Sequence[Sequence[Any]]) -> None:
-        super().__init__(*(_layer(*entry) for entry in layers))
+        super().__init__(*(LAYERS[kind](*sizes) for kind, *sizes in layers))
         self.layers = [list(entry) for entry in layers]
         self.clusters = next((int(entry[2]) for entry in reversed(self.layers) if entry[0] == "linear"), 0)
         self.spec: dict[str, Any] = {"kind": "layers", "layers": self.layers, "clusters": self.clusters}
@@ -66,12 +82,7 @@ class ClusterHead(LayeredHead):
 
 
 class CosineHead(nn.Module):
-    """Cosine between a projection of the features and C centres, divided by a temperature (SeCu).
-
-    Args:
-        layers: the projection, as for `LayeredHead`; empty if the features themselves are compared.
-        dim: size of the projection.
-    """
+    """Cosine between a projection of the features, to ``dim``, and C centres, divided by a temperature (SeCu)."""
 
     def __init__(self, layers: Sequence[Sequence[Any]], dim: int, clusters: int, temperature: float) -> None:
         super().__init__()
@@ -92,13 +103,6 @@ class CosineHead(nn.Module):
         return self.logits(self.hidden(features))
 
 
-class Normalize(nn.Module):
-    """Scale rows to unit length."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return F.normalize(rows, dim=1)
-
-
 def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | CosineHead:
     """Build a head with random weights from its ``spec``.
 
@@ -116,15 +120,3 @@ def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | Cosine
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
         pass
     raise CheckpointError(f"{source} does not state its heads in a known way; was it edited by hand?")
-
-
-def _layer(kind: str, *sizes: Any) -> nn.Module:
-    if kind == "linear":
-        return nn.Linear(*sizes)
-    if kind == "batchnorm":
-        return nn.BatchNorm1d(int(sizes[0]), eps=BATCHNORM_EPSILON)
-    if kind == "relu":
-        return nn.ReLU(inplace=True)
-    if kind == "normalize":
-        return Normalize()
-    raise ValueError(f"unknown layer {kind!r}")

@@ -19,15 +19,12 @@ RefineCenters = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class InitialHeads:
-    """Both heads at the start of a run, and the k-means partition (N,) of the features that they compete with.
-
-    ``centers`` (C, D) are the centres of the partition among standardised rows.
-    """
+    """Both heads at the start of a run, and the k-means partition of the features that they compete with."""
 
     clustering: nn.Module
     calibration: nn.Module
-    partition: Tensor
-    centers: Tensor | None = None
+    partition: Tensor  # (N,)
+    centers: Tensor | None = None  # (C, D) of the partition among standardised rows
 
 
 def build_initial_heads(
@@ -40,13 +37,10 @@ def build_initial_heads(
     generator: torch.Generator,
     refine_centers: RefineCenters | None = None,
 ) -> InitialHeads:
-    """Build both heads on (N, D) features.
+    """Build both heads on (N, D) features: ``prototypes`` (Sec. 3.3), ``keep`` those of an old model, or ``random``.
 
-    Args:
-        init: ``prototypes`` (Sec. 3.3), ``keep`` the heads of an old model, or ``random``.
-        old_probs: (N, C') of an old model: prototype clusters take the numbers of those of its clusters that they
-            share most samples with.
-        refine_centers: as in `core.prototypes.fit_prototype_head`.
+    With the ``old_probs`` (N, C') of an old model, prototype clusters take the numbers of those of its clusters that
+    they share most samples with; ``refine_centers`` as in `core.prototypes.fit_prototype_head`.
     """
     if init == "keep":
         return keep_old_heads(old_heads, features, hidden, generator, refine_centers)

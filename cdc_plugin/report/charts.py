@@ -36,23 +36,19 @@ CURVES = [
 
 
 def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
-    """Draw the accuracy in every bin of confidence, its gap to the confidence, and above it where the images are.
-
-    Without labels only the density is drawn: nothing is known of accuracy then.
-    """
+    """Draw the accuracy in every bin of confidence, its gap to the confidence, and above it where the images are."""
     if not known(figures.get("ACC")):
         return density_chart(title, figures)
     bins = figures["bins"]
     upper = Frame(LEFT, 10, PLOT_WIDTH, 62, y_high=_highest_share(bins["count"]))
     lower = Frame(LEFT, 86, PLOT_WIDTH, PLOT_WIDTH)
-    accuracy, confidence = figures["ACC"], figures["CONF"]
+    accuracy, confidence, ece = figures["ACC"], figures["CONF"], percent(figures.get("ECE"))
     plate = upper.left + 8 if confidence > 0.5 else upper.right - 100  # where few images are
     gaps = [
         _gap(lower, index, len(bins["count"]), stated, right)
         for index, (stated, right) in enumerate(zip(bins["confidence"], bins["accuracy"], strict=True))
         if known(stated) and known(right)
     ]
-    ece = percent(figures.get("ECE"))
     drawn = [
         _density(upper, bins["count"]),
         lower.y_axis(TENTHS),
@@ -67,8 +63,8 @@ def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
         rectangle(plate, upper.top + 2, 92, 22, "plate"),
         text(plate + 46, upper.top + 17, f"ECE {ece}", "middle", "strong"),
     ]
-    stated = f"Mean confidence {percent(confidence)}"
-    description = f"{stated}, accuracy {percent(accuracy)}, expected calibration error {ece}."
+    means = f"Mean confidence {percent(confidence)}, accuracy {percent(accuracy)}"
+    description = f"{means}, expected calibration error {ece}."
     return chart(WIDTH, lower.bottom + 38, f"Reliability diagram: {title}", description, *drawn)
 
 
@@ -111,11 +107,7 @@ def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
 
 
 def caution_chart(confidence: NDArray[np.floating], measured: Points | None) -> Markup:
-    """Draw the accuracy among the surest images by their share: expected always, measured if labels exist.
-
-    Args:
-        measured: share of the images and accuracy among them.
-    """
+    """Draw the accuracy among the surest images by their share: expected always, measured if labels exist."""
     values = np.asarray(confidence, dtype=np.float64)
     falling = np.sort(values)[::-1]
     steps = np.unique(np.linspace(1, len(values), min(CURVE_POINTS, len(values))).round().astype(np.int64))
@@ -225,9 +217,8 @@ def _share(value: float) -> str:
 def _cluster_grid(frame: Frame, ticks: list[tuple[float, str]]) -> Markup:
     lines = []
     for value, label in ticks:
-        y = frame.y(value)
-        lines.append(tag("line", x1="0%", x2="100%", y1=y, y2=y, class_="axis" if value == 0 else "grid"))
-        lines.append(tag("text", label, x="-6", y=y + 4, text_anchor="end"))
+        y, kind = frame.y(value), "axis" if value == 0 else "grid"
+        lines += [tag("line", x1="0%", x2="100%", y1=y, y2=y, class_=kind), text("-6", y + 4, label, "end")]
     return join(*lines)
 
 
@@ -379,6 +370,4 @@ class Frame:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.2f}".rstrip("0").rstrip(".")
-    return str(value)
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -6,7 +6,7 @@ Pictures are inside the page itself, as data URIs, within a number of bytes that
 
 import base64
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,9 +107,8 @@ class Reason:
 def cluster_cards(page: PageData, clusters: Sequence[ClusterFigures], budget: int = BUDGET) -> list[ClusterCard]:
     """Return a card for every cluster with images, in order of number.
 
-    Args:
-        budget: bytes of all pictures of the page, of which the cards take about three quarters. If there are more
-            clusters than that has room for, the largest have cards.
+    Of the bytes of all pictures of the page cards take about three quarters; if clusters are too many, the largest
+    have cards.
     """
     table = page.table
     confidence, second, second_confidence = table["confidence"], table["second_cluster"], _second_confidence(page)
@@ -137,22 +136,19 @@ def cluster_cards(page: PageData, clusters: Sequence[ClusterFigures], budget: in
     def show(indices: list[int], say: Callable[[int], str]) -> list[Thumbnail]:
         return make_thumbnails(page.images, indices, [say(index) for index in indices], size)
 
-    cards = []
-    for number in sorted(largest):
-        cluster, examples = clusters[number], chosen[number]
-        cards.append(
-            ClusterCard(
-                number,
-                count(cluster.size, "image"),
-                percent(cluster.confidence),
-                None if cluster.class_name is None else shorten(cluster.class_name, 80),
-                None if cluster.accuracy is None else percent(cluster.accuracy),
-                show(examples.typical, say_own),
-                show(examples.borderline, say_both),
-                show(examples.doubtful, say_own),
-            )
+    return [
+        ClusterCard(
+            number,
+            count(clusters[number].size, "image"),
+            percent(clusters[number].confidence),
+            None if (name := clusters[number].class_name) is None else shorten(name, 80),
+            None if (accuracy := clusters[number].accuracy) is None else percent(accuracy),
+            show(chosen[number].typical, say_own),
+            show(chosen[number].borderline, say_both),
+            show(chosen[number].doubtful, say_own),
         )
-    return cards
+        for number in sorted(largest)
+    ]
 
 
 def confused_pairs(page: PageData, limit: int = 12, budget: int = BUDGET) -> list[ConfusedPair]:
@@ -265,12 +261,8 @@ def choose_examples(
 
     Typical are those with the highest confidence; equal ones go by ``distance`` or, without, from all over the data.
     Borderline have the smallest margin before a second cluster of at least 5 %, doubtful the lowest confidence of
-    those that do not read as 100 %. Of a small cluster the two take no more than two thirds, in turn.
-
-    Args:
-        cluster, confidence, second_confidence, distance: (N,) each.
-        fingerprint: of an image, by index; typical images whose fingerprints agree are near-duplicates, and further
-            ones are taken only where there is nothing else.
+    those that do not read as 100 %. Of a small cluster the two take no more than two thirds, in turn. Typical images
+    whose fingerprints agree are near-duplicates: further ones are taken only where there is nothing else.
     """
     # Steps of the golden ratio jump all over the data, so that equals do not all come from its beginning.
     ties = np.arange(len(cluster)) * GOLDEN_RATIO % 1.0 if distance is None else distance
@@ -301,10 +293,6 @@ def rank_pairs(expected: NDArray[np.float64], sizes: Integers, limit: int) -> li
     That number is the sum of p(b) over the images of cluster a, plus that of p(a) over those of b. Most images come
     first. A pair is left out below one image, and below 1 % of the images of both clusters: every softmax gives a
     little to every cluster.
-
-    Args:
-        expected: (C, C) of `confusion`.
-        sizes: (C,) images in each cluster.
     """
     first, second = np.triu_indices(len(sizes), k=1)
     images = expected[first, second] + expected[second, first]
@@ -315,12 +303,7 @@ def rank_pairs(expected: NDArray[np.float64], sizes: Integers, limit: int) -> li
 
 
 def spread_over_clusters(candidates: Integers, score: Reals, cluster: Integers) -> Integers:
-    """Return candidates by falling score, but the best of every cluster before the second best of any.
-
-    Args:
-        candidates: (M,) indices of images.
-        score, cluster: (N,) of all images.
-    """
+    """Return candidates (indices) by falling score, but the best of every cluster before the second best of any."""
     own = cluster[candidates]
     order = np.lexsort((-score[candidates], own))
     starts = np.searchsorted(own[order], own[order])  # where the run of the same cluster begins
@@ -331,18 +314,18 @@ def spread_over_clusters(candidates: Integers, score: Reals, cluster: Integers) 
 
 def take_turns(orders: Sequence[Iterable[int]], limit: int, each: int) -> list[list[int]]:
     """Let every order in turn take its next image that none has taken, until ``limit`` in all or ``each`` of one."""
-    waiting: list[Iterator[int]] = [iter(order) for order in orders]
     chosen: list[list[int]] = [[] for _ in orders]
+    waiting = [(iter(order), own) for order, own in zip(orders, chosen, strict=True)]
     taken: set[int] = set()
-    open_orders = list(range(len(orders)))
-    while open_orders and len(taken) < limit:
-        for turn in list(open_orders):
-            found = next((int(index) for index in waiting[turn] if int(index) not in taken), None)
+    while waiting and len(taken) < limit:
+        for turn in list(waiting):
+            order, own = turn
+            found = next((int(index) for index in order if int(index) not in taken), None)
             if found is not None and len(taken) < limit:
-                chosen[turn].append(found)
+                own.append(found)
                 taken.add(found)
-            if found is None or len(chosen[turn]) == each:
-                open_orders.remove(turn)
+            if found is None or len(own) == each:
+                waiting.remove(turn)
     return chosen
 
 
@@ -390,8 +373,12 @@ def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
         colours = np.asarray(small)
         if (colours == colours[:, :, :1]).all():
             small = small.convert("L")
+        # Pixels that are shown enlarged keep their own colour each; elsewhere the eye does not see the difference.
+        subsampling = 0 if max(small.size) <= SMALLEST_SIDE else 2
         for quality in QUALITIES:
-            data = _jpeg(small, quality)
+            stream = io.BytesIO()
+            small.save(stream, "JPEG", quality=quality, optimize=True, subsampling=subsampling)
+            data = stream.getvalue()
             if len(data) <= size.most_bytes:
                 return data
         if side <= FINGERPRINT_SIDE:
@@ -421,11 +408,3 @@ def fingerprint(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     image = Image.fromarray(np.ascontiguousarray(pixels))
     fields = image.resize((FINGERPRINT_SIDE, FINGERPRINT_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     return np.asarray(fields.convert("L"), dtype=np.float32).ravel()
-
-
-def _jpeg(image: Image.Image, quality: int) -> bytes:
-    stream = io.BytesIO()
-    # Pixels that are shown enlarged keep their own colour each; elsewhere the eye does not see the difference.
-    subsampling = 0 if max(image.size) <= SMALLEST_SIDE else 2
-    image.save(stream, "JPEG", quality=quality, optimize=True, subsampling=subsampling)
-    return stream.getvalue()

@@ -16,11 +16,7 @@ CLOSE = 0.01  # within a point of the best accuracy
 
 
 def dot_panel(title: str, rows: Sequence[Row], column: str, band: tuple[float, float] | None = None) -> Markup:
-    """Mean and deviation of a share by row, in per cent.
-
-    Args:
-        band: values from one end to the other lie on a shade.
-    """
+    """Draw mean and deviation of a share by row, in per cent; values within the band lie on a shade."""
     values = [value for row in rows if (value := row.values.get(column)) is not None]
     spread = [(value, value.deviation or 0.0) for value in values]
     ticks = round_ticks(
@@ -29,7 +25,7 @@ def dot_panel(title: str, rows: Sequence[Row], column: str, band: tuple[float, f
         3,
     )
     frame = Frame(LEFT, TOP, PLOT_WIDTH, STEP * len(rows), x_low=ticks[0] / 100, x_high=ticks[-1] / 100)
-    drawn = [_upright(frame, ticks)]
+    drawn = [line(frame.x(tick / 100), frame.top, frame.x(tick / 100), frame.bottom, "grid") for tick in ticks]
     if band is not None:
         low, high = max(band[0], frame.x_low), min(band[1], frame.x_high)
         drawn.insert(0, rectangle(frame.x(low), TOP, frame.x(high) - frame.x(low), frame.height, "band"))
@@ -59,13 +55,9 @@ def bar_panel(title: str, rows: Sequence[Row], column: str) -> Markup:
 
 
 def close_band(rows: Sequence[Row]) -> tuple[float, float] | None:
-    """From the best accuracy of the rows without labels to one point below it."""
+    """Return the range from one point below the best accuracy of the rows without labels to that accuracy."""
     means = [value.mean for row in rows if not row.uses_labels and (value := row.values.get("ACC")) is not None]
     return (max(means) - CLOSE, max(means)) if means else None
-
-
-def _upright(frame: Frame, ticks: Sequence[float]) -> Markup:
-    return join(*(line(frame.x(tick / 100), frame.top, frame.x(tick / 100), frame.bottom, "grid") for tick in ticks))
 
 
 def _name(index: int, row: Row, name: str) -> Markup:
@@ -90,10 +82,9 @@ def _dot(frame: Frame, index: int, row: Row, value: Value | None, hint: str) -> 
 
 
 def _hint(name: str, column: str, value: Value | None) -> str:
-    if value is None:
-        return f"{name}: {DASH}"
     deviation = deviation_words(column, value)
-    return f"{name}: {column} {mean_words(column, value)}{f' ± {deviation}' if deviation else ''}"
+    spread = f" ± {deviation}" if deviation else ""
+    return f"{name}: {DASH}" if value is None else f"{name}: {column} {mean_words(column, value)}{spread}"
 
 
 def _description(rows: Sequence[Row], column: str) -> str:

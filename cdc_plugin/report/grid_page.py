@@ -76,11 +76,7 @@ def render_grid(
     settings: str | None,
     command: str | None,
 ) -> str:
-    """Return the page as text. Everything that comes from names, paths and settings is escaped.
-
-    Args:
-        verdicts: sentences on every set.
-    """
+    """Return the page as text. Everything that comes from names, paths and settings is escaped."""
     fewer = len({row.seeds for row in rows}) > 1
     sets = [_build_part(name, members, fewer) for name, members in by_set(rows).items()]
     values: dict[str, Any] = {

@@ -18,14 +18,13 @@ from cdc_plugin.metrics import correct_samples, match_clusters, risk_coverage_cu
 from cdc_plugin.metrics.confidence import accept_to_target
 from cdc_plugin.report.charts import (
     CURVE_POINTS,
-    Points,
     caution_chart,
     cluster_chart,
     reliability_diagram,
     right_wrong_histogram,
     training_charts,
 )
-from cdc_plugin.report.gallery import ClusterCard, cluster_cards, confused_pairs, look_first
+from cdc_plugin.report.gallery import cluster_cards, confused_pairs, look_first
 from cdc_plugin.report.page_data import ClusterFigures, FigureRow, PageData
 from cdc_plugin.report.words import (
     TARGET,
@@ -73,13 +72,10 @@ def collect_page(
     command: str | None,
     backbone: str | None = None,
 ) -> PageData:
-    """Gather what the page of a model shows; an old model, if there was one, comes first in tables and diagrams.
+    """Gather what the page of a model shows, from its report.json and predictions.
 
-    Args:
-        metrics: the content of its report.json.
-        probs: (N, C) of the calibration head.
-        history, settings: of the run that refined it, if that was on these images.
-        backbone: its name on the page of a run; None on that of an evaluation.
+    History and settings are those of the run that refined it, if that was on these images; ``backbone`` is its name on
+    the page of a run, None on that of an evaluation. An old model, if there was one, comes first.
     """
     before, after, old, skipped = metrics["before"], metrics["after"], metrics["old_model"], len(metrics["skipped"])
     unreadable = f", {skipped:,} could not be read" if skipped else ""
@@ -144,8 +140,13 @@ def render_page(page: PageData) -> str:
     confidence = table["confidence"]
     accepted = accept_to_target(np.asarray(confidence, dtype=np.float64), TARGET).mask
     correct = None if labels is None else correct_samples(table["cluster"], labels, page.probs.shape[1])
+    measured = None
+    if correct is not None:
+        curve = risk_coverage_curve(np.clip(np.asarray(confidence, dtype=np.float64), 0, 1), correct, CURVE_POINTS)
+        measured = list(zip(curve.coverage.tolist(), (1 - curve.risk).tolist(), strict=True))
     clusters = measure_clusters(page, correct)
     cards = cluster_cards(page, clusters)
+    together = len(cards) if 0 < len(cards) <= UNFOLDED else GROUP
     about_model, during_training = split_warnings(page.label_free)
     values: dict[str, Any] = {
         "measured_with_labels": labels is not None,
@@ -157,12 +158,12 @@ def render_page(page: PageData) -> str:
         "old_model": describe_old_model(page.old_model),
         "diagrams": draw_diagrams(page.diagrams),
         "histograms": _draw_histograms(page.diagrams),
-        "caution": caution_chart(confidence, _measure_accuracy(confidence, correct)),
+        "caution": caution_chart(confidence, measured),
         "training": training_charts(page.history),
         "training_warnings": during_training,
         "cluster_words": describe_clusters(clusters),
         "cluster_drawing": cluster_chart(clusters),
-        "card_groups": _group(cards),
+        "card_groups": [cards[start : start + together] for start in range(0, len(cards), together)],
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
         "pairs": confused_pairs(page),
         "carded": {card.number for card in cards},
@@ -196,9 +197,6 @@ def measure_clusters(page: PageData, correct: NDArray[np.bool_] | None) -> list[
     """Return size and mean confidence of every cluster and, with labels, the class it stands for and its accuracy.
 
     A cluster that is empty or is left without a class has neither of the last two.
-
-    Args:
-        correct: (N,) whether an image is of the class that its cluster was matched with; None without labels.
     """
     cluster, total = page.table["cluster"], page.probs.shape[1]
     labels, names = page.images.labels, page.images.class_names
@@ -219,14 +217,6 @@ def measure_clusters(page: PageData, correct: NDArray[np.bool_] | None) -> list[
     return figures
 
 
-def _measure_accuracy(confidence: NDArray[np.floating], correct: NDArray[np.bool_] | None) -> Points | None:
-    """Return shares of the images, surest first, and the accuracy among them."""
-    if correct is None:
-        return None
-    curve = risk_coverage_curve(np.clip(np.asarray(confidence, dtype=np.float64), 0, 1), correct, CURVE_POINTS)
-    return list(zip(curve.coverage.tolist(), (1 - curve.risk).tolist(), strict=True))
-
-
 def render_template(
     template: str,
     title: str,
@@ -234,29 +224,21 @@ def render_template(
     contents: list[tuple[str, str, Any]],
     values: dict[str, Any],
 ) -> str:
-    """Return the page as text.
-
-    Args:
-        contents: anchor and name of every part, and whether (or what) it has to show.
-        values: all else that the template shows, as text, numbers and drawings.
-    """
-    text = (
-        _templates()
-        .get_template(template)
-        .render(
-            **values,
-            title=shorten(title, 200),
-            facts=[(name, shorten(value, 400)) for name, value in facts],
-            contents=[(anchor, name) for anchor, name, content in contents if content],
-            version=__version__,
-            made=date.today().isoformat(),
-        )
+    """Return the page as text; ``contents`` are anchor and name of each part, and whether it has anything to show."""
+    page = _get_templates().get_template(template)
+    text = page.render(
+        **values,
+        title=shorten(title, 200),
+        facts=[(name, shorten(value, 400)) for name, value in facts],
+        contents=[(anchor, name) for anchor, name, content in contents if content],
+        version=__version__,
+        made=date.today().isoformat(),
     )
     return writable(text.lstrip())
 
 
 @functools.cache
-def _templates() -> Environment:
+def _get_templates() -> Environment:
     templates = Environment(
         loader=PackageLoader("cdc_plugin.report"),
         autoescape=True,
@@ -309,8 +291,3 @@ def _draw_histograms(diagrams: list[tuple[str, dict[str, Any]]]) -> list[Drawing
             caption += f": AUROC {percent(auroc)}." if known(auroc) else "."
             drawings.append(Drawing(shorten(title, 80), right_wrong_histogram(title, figures), caption))
     return drawings
-
-
-def _group(cards: list[ClusterCard]) -> list[list[ClusterCard]]:
-    size = max(len(cards), 1) if len(cards) <= UNFOLDED else GROUP
-    return [cards[start : start + size] for start in range(0, len(cards), size)]

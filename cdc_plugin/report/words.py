@@ -137,11 +137,7 @@ class OutsideRow:
 
 
 def outside_rows(models: list[tuple[str, list[dict[str, Any]]]]) -> list[OutsideRow]:
-    """Return rows in the order of the data, then of the models; the best of each data is marked.
-
-    Args:
-        models: name of each and its ``outside`` entries.
-    """
+    """Return rows of models (name, ``outside`` entries), in the order of the data first; the best of each is marked."""
     grouped: dict[str, list[tuple[str, dict[str, Any], str, Figures]]] = {}
     for name, entries in models:
         for entry in entries:
@@ -151,8 +147,8 @@ def outside_rows(models: list[tuple[str, list[dict[str, Any]]]]) -> list[Outside
     for data, members in grouped.items():
         columns = [_mark(key, better, [figures.get(key) for *_, figures in members]) for key, better in SCORES.items()]
         for (name, entry, score, _), *cells in zip(members, *columns, strict=True):
-            row = OutsideRow(shorten(data, 80), f"{entry['images']:,}", shorten(name, 80), TITLES[score], list(cells))
-            rows.append(row)
+            images = f"{entry['images']:,}"
+            rows.append(OutsideRow(shorten(data, 80), images, shorten(name, 80), TITLES[score], cells))
     return rows
 
 
@@ -179,11 +175,7 @@ def split_warnings(card: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def headline(confidence: NDArray[np.floating], accepted: int) -> str:
-    """Return the one sentence: how many images can be used at 95 % expected accuracy, and what all are expected to be.
-
-    Args:
-        accepted: images that ``cdc-predict --target-accuracy 0.95`` would accept.
-    """
+    """Say how many images ``cdc-predict --target-accuracy 0.95`` would accept, and what to expect over all."""
     values = np.asarray(confidence, dtype=np.float64)
     total, aim, overall = len(values), percent(TARGET, 0), percent(float(values.mean()))
     if accepted == 0:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
+from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
 from cdc_plugin.data.images import ImageSet
@@ -30,10 +30,7 @@ AUGMENTED_IMAGES = 1024  # images that are predicted again in an augmented view
 def make_batches(
     make: MakeViews, image_count: int, batch_size: int, seed: int
 ) -> Callable[[int, int], Iterator[Views]]:
-    """Return a function that yields the batches of an epoch but its first ones.
-
-    Order and views depend on (seed, epoch, number) only, so that any batch can be made again.
-    """
+    """Return a function that yields the batches of an epoch but its first ones; any can be made again."""
     sizes = batch_sizes(image_count, batch_size)
 
     def batches(epoch: int, done: int) -> Iterator[Views]:
@@ -58,16 +55,14 @@ def training_views(augment: AugmentConfig, backbone: Backbone) -> ViewSettings:
 
 
 def fresh_views(settings: ResolvedConfig, backbone: Backbone, images: ImageSet, runtime: Runtime) -> MakeViews:
-    """Return a function that makes three new views of this process's shard of the chosen images.
-
-    Where passes are to be saved, the weak views are the plain ones as well; those of a frozen backbone cost nothing.
-    """
+    """Return a function that makes three new views of this process's shard of the chosen images."""
     augmentation = training_views(settings.augment, backbone)
     device, distributed = runtime.device, runtime.distributed
+    # To save passes, the weak views are the plain ones as well; those of a frozen backbone cost nothing.
     fast = settings.passes == "fast" and not settings.freeze_backbone
 
     def make(rows: Tensor, randomness: torch.Generator) -> Views:
-        plan = plan_shards(len(rows), count_sub_batches(len(rows), settings.sub_batch_size), distributed.size)
+        plan = plan_shards(len(rows), settings.sub_batch_size, distributed.size)
         shard = Share(len(rows), plan.owned[distributed.rank])
         pixels = images.batch(rows[shard.rows])
         if device.type == "cuda":
@@ -100,7 +95,7 @@ def view_features(settings: ResolvedConfig, backbone: Backbone, images: ImageSet
         own = torch.arange(len(views[0].plain), device=runtime.device)
         pixels = [views[0].plain, *(view.weak for view in views), *(view.strong_of(own) for view in views)]
         features = torch.stack([backbone(each) for each in pixels], dim=1).float()
-        plan = plan_shards(len(part), count_sub_batches(len(part), settings.sub_batch_size), runtime.distributed.size)
+        plan = plan_shards(len(part), settings.sub_batch_size, runtime.distributed.size)
         yield runtime.distributed.gather(features, plan.owned).cpu()
 
 

@@ -100,10 +100,7 @@ def setback_warning(epoch: int | None) -> list[dict[str, str]]:
 
 
 def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> None:
-    """Refuse to continue in a dead state, unless the user wants it; a run that is resumed is refused as well.
-
-    After the last epoch there is nothing to refuse: the report states the findings.
-    """
+    """Refuse to continue in a dead state, or to resume from one, unless the user wants it or no epoch is left."""
     if settings.on_collapse == "warn" or len(history) >= settings.epochs:
         return
     last = list(_pasts(history, settings))[-1:]

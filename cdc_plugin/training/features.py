@@ -49,11 +49,7 @@ def find_rows(key: str | None, shape: tuple[int, ...]) -> Tensor | None:
 
 
 def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor:
-    """Keep rows of this shape that come part by part: few in memory, many in a file, which is mapped.
-
-    Args:
-        key: by which `find_rows` finds them again; None where nobody will ask.
-    """
+    """Keep rows that come part by part, few in memory, many in a mapped file; those with a key can be found again."""
     size = 4 * prod(shape)
     path = None if key is None else find_entry("features", key)
     if size <= IN_MEMORY:
@@ -86,15 +82,10 @@ def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tenso
 
 @dataclass(frozen=True)
 class Features:
-    """(N, D) features.
+    """The features (N, D) of all images, of which each process has those of its shard."""
 
-    Args:
-        own: (n, D) those of this process's share of the images (see `Distributed.own_shard`), on the CPU.
-        count: N.
-    """
-
-    own: Tensor
-    count: int
+    own: Tensor  # (n, D), on the CPU; see `Distributed.own_shard`
+    count: int  # N
     distributed: Distributed = SINGLE
 
     def __len__(self) -> int:
@@ -131,41 +122,26 @@ def extract_features(backbone: Backbone, images: ImageSet, runtime: Runtime) -> 
     return torch.cat(list(_extract_shard(backbone, images, dataclasses.replace(runtime, distributed=SINGLE))))
 
 
-def shared_features(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
-    """Return the features of a set of any size, each process those of its shard.
-
-    They are kept in the cache, under a name made of weights, images and input, and found there again.
-    """
+def shared_features(backbone: Backbone, images: ImageSet, runtime: Runtime, cached: bool = True) -> Features:
+    """Return the features of a set of any size, each process those of its shard; kept and found again if cached."""
     distributed = runtime.distributed
     shape = (len(distributed.own_shard(len(images))), backbone.feature_dim)
-    key = features_key(backbone, images, runtime, f"{distributed.rank} of {distributed.size}")
+    key = features_key(backbone, images, runtime, f"{distributed.rank} of {distributed.size}") if cached else None
     rows = find_rows(key, shape)
     if rows is None:
         rows = keep_rows(key, shape, _extract_shard(backbone, images, runtime))
     return Features(rows, len(images), distributed)
 
 
-def private_features(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
-    """Return features as `shared_features` does, without keeping them for another run."""
-    shape = (len(runtime.distributed.own_shard(len(images))), backbone.feature_dim)
-    return Features(keep_rows(None, shape, _extract_shard(backbone, images, runtime)), len(images), runtime.distributed)
-
-
 def features_key(backbone: Backbone, images: ImageSet, runtime: Runtime, more: str) -> str | None:
-    """Return the name of features in the cache: it changes with weights, images, their input and what else matters.
-
-    None for a module of the user's own: the same weights may stand in changed code.
-    """
-    if backbone.spec is None:
+    """Return the name of features in the cache: it changes with weights, images, their input and what else matters."""
+    if backbone.spec is None:  # a module of the user's own: the same weights may stand in changed code
         return None
     facts = f"{backbone.mean.tolist()} {backbone.std.tolist()} {backbone.input_size} {backbone.spec}"
     how = f"{runtime.device.type} {runtime.precision} {len(images)} {more}"
     state = backbone.module.state_dict()
-    return compute_digest([facts, how, images.digest, *state, *(_tensor_bytes(tensor) for tensor in state.values())])
-
-
-def _tensor_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    weights = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in state.values())
+    return compute_digest([facts, how, images.digest, *state, *(weight.tobytes() for weight in weights)])
 
 
 @torch.no_grad()

@@ -23,15 +23,9 @@ from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
 from cdc_plugin.training.batches import choose_augmentation, training_views
-from cdc_plugin.training.features import (
-    Features,
-    head_probabilities,
-    nearest_of_all,
-    refine_over_all,
-    shared_features,
-)
+from cdc_plugin.training.features import Features, head_probabilities, nearest_of_all, refine_over_all, shared_features
 from cdc_plugin.training.progress import log
-from cdc_plugin.training.runtime import Runtime, choose_device
+from cdc_plugin.training.runtime import Progress, Runtime, choose_device
 from cdc_plugin.training.trackers import make_trackers
 
 Extract = Callable[[Backbone, ImageSet, Runtime], Features]
@@ -39,22 +33,16 @@ Extract = Callable[[Backbone, ImageSet, Runtime], Features]
 
 @dataclass(frozen=True)
 class Prepared:
-    """Checked inputs of a run; the backbone is on the device.
+    """Checked inputs of a run; the backbone is on the device."""
 
-    Args:
-        request: what was asked for, whose augmentation may still be open.
-        features: (N, D) of the plain views.
-        old: (N, C') probabilities of the old model's head, where the checkpoint has one.
-    """
-
-    request: RefineConfig
+    request: RefineConfig  # what was asked for, whose augmentation may still be open
     settings: ResolvedConfig
     loaded: Loaded
     backbone: Backbone
     images: ImageSet
     runtime: Runtime
-    features: Features
-    old: NDArray[np.float32] | None
+    features: Features  # (N, D) of the plain views
+    old: NDArray[np.float32] | None  # (N, C') probabilities of the old model's head, where the checkpoint has one
 
 
 def check_request(request: RefineConfig, resume: bool) -> None:
@@ -75,22 +63,18 @@ def prepare(
     """Open the checkpoint and the images, resolve the settings, and extract the features."""
     distributed = runtime.distributed
 
-    def open_inputs() -> tuple[Loaded, Backbone, ImageSet]:
+    def open_inputs() -> tuple[Loaded, Backbone, ImageSet, ResolvedConfig]:
         loaded = open_network(request, module)
         clusters = choose_clusters(request.clusters, loaded.head_clusters)
         choose_init(request.init, loaded.head_clusters, clusters)  # refuses before images are read
         images = open_data(request, loaded.backbone, data, clusters, runtime)
-        return loaded, resolve_input(loaded.backbone, images), images
-
-    loaded, backbone, images = distributed.raise_together(open_inputs)
-
-    def resolve_settings() -> ResolvedConfig:
+        backbone = resolve_input(loaded.backbone, images)
         settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
         training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
         check_processes(settings, distributed.size)
-        return settings
+        return loaded, backbone, images, settings
 
-    settings = distributed.raise_together(resolve_settings)
+    loaded, backbone, images, settings = distributed.raise_together(open_inputs)
     if distributed.size > 1:
         distributed.check_same_images(digest_image_list(images), len(images))
         log.info("%d processes train together", distributed.size)
@@ -155,14 +139,19 @@ def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
 
 
 def open_data(request: RefineConfig, backbone: Backbone, data: Any, clusters: int, runtime: Runtime) -> ImageSet:
-    """Return the images, squared to the size the backbone takes; log those that cannot be read."""
+    """Return the images, squared to the size the backbone takes; refuse fewer than there are to be clusters."""
     source = request.data if data is None else data
     adopt_native_size(backbone, source, request.data_root)
-    size, root = backbone.input_size, request.data_root
-    images = open_images(source, size, labels=request.labels, root=root, progress=runtime.progress)
+    images = read_images(source, backbone.input_size, request.data_root, runtime.progress, request.labels)
+    refuse_few(len(images), images.source, clusters)
+    return images
+
+
+def read_images(source: Any, size: int, root: str | None, progress: Progress, labels: bool = False) -> ImageSet:
+    """Return the images, squared to a size; log those that cannot be read."""
+    images = open_images(source, size, labels=labels, root=root, progress=progress)
     for name, reason in images.skipped:
         log.warning("skipped %s: %s", name, reason)
-    refuse_few(len(images), images.source, clusters)
     return images
 
 
@@ -187,10 +176,7 @@ def check_processes(settings: ResolvedConfig, processes: int) -> None:
 
 
 def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
-    """Return both heads, and the settings with the augmentation that suits them.
-
-    The heads come from feature prototypes (Sec. 3.3), an old model's head or chance.
-    """
+    """Return both heads, from prototypes (Sec. 3.3) or as asked for, and the settings with a fitting augmentation."""
     settings, features, device = prepared.settings, prepared.features, prepared.runtime.device
     source = {"keep": "the old model's heads", "random": "chance"}.get(settings.init, "prototypes")
     log.info("initialising %d clusters by %s, on the features of %d images", settings.clusters, source, len(features))

@@ -44,15 +44,10 @@ def show_progress(items: Iterable[Any], total: int, description: str) -> Iterabl
 
 
 class _RunProgress:
-    """A bar on a terminal over all steps of a run, and the time that the run has left.
-
-    Args:
-        rounds: epochs or cells of the whole run.
-        done: how many of them an earlier start has finished.
-        steps: of the bar, per round.
-    """
+    """A bar on a terminal over all rounds (epochs or cells) of a run, and the time that the run has left."""
 
     def __init__(self, name: str, unit: str, rounds: int, done: int, steps: int = 1) -> None:
+        """Begin after the rounds that an earlier start has done; each has so many steps of the bar."""
         from tqdm import tqdm
 
         self.rounds, self.first = rounds, done
@@ -64,7 +59,10 @@ class _RunProgress:
         self.bar.close()
 
     def _time_left(self, done: int) -> str:
-        return _duration((time.monotonic() - self.began) / (done - self.first) * (self.rounds - done))
+        seconds = (time.monotonic() - self.began) / (done - self.first) * (self.rounds - done)
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
     def _advance(self, figures: str) -> None:
         self.bar.set_postfix_str(figures, refresh=False)
@@ -129,9 +127,3 @@ class CellProgress(_RunProgress):
         left = self._time_left(self.done)
         log.info("%d/%d %s%s, %.0f s; %s left", self.done, self.rounds, name, words, seconds, left)
         self.bar.update()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

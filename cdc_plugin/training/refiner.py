@@ -18,7 +18,7 @@ from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
 from cdc_plugin.core.selection import make_selector
 from cdc_plugin.core.selection.base import SelectionInput
 from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
-from cdc_plugin.training.runtime import Runtime, lr_multiplier
+from cdc_plugin.training.runtime import Runtime, lr_multiplier, plan_shards
 from cdc_plugin.training.steps import BatchTargets, Networks, Views, choose_step, split_batch
 
 Stats = dict[str, float]
@@ -64,12 +64,9 @@ class Refiner:
         after_batch: Callable[[Stats], None],
         after_epoch: Callable[[Stats], None],
     ) -> None:
-        """Train the epochs that are left.
+        """Train the epochs that are left; ``after_batch`` may raise to stop, and the batch is then part of `state`.
 
-        Args:
-            batches: returns the batches of an epoch but its first ones, given the epoch and how many of its batches
-                are done; must depend on nothing else.
-            after_batch: may raise to stop; the batch is then part of `state`.
+        ``batches(epoch, done)`` returns the batches of an epoch that are left, and must depend on nothing else.
         """
         while self.epoch < self.settings.epochs:
             progress = self.progress
@@ -78,16 +75,21 @@ class Refiner:
             for views in batches(self.epoch, len(progress.logs)):
                 progress.logs.append(self.train_batch(views, progress.randomness))
                 after_batch(progress.logs[-1])
-            self._finish_epoch()
+            if not self.networks.are_finite():  # the last step may ruin weights after the last loss
+                raise NotFiniteError
+            self.networks.align()
+            self.epoch += 1
+            self.progress = EpochProgress(self.settings.clusters)
             after_epoch({"epoch": self.epoch, **progress.summarise(), "lr_factor": self._lr_factor()})
 
     def train_batch(self, views: Views, randomness: torch.Generator) -> Stats:
         """Run the outer loop of Algorithm 1 once; return means over the batch for the log."""
-        networks, runtime = self.networks, self.runtime
+        networks, runtime, distributed = self.networks, self.runtime, self.runtime.distributed
         targets = self.compute_targets(views, randomness)
-        mask, rank = targets.selection.mask, runtime.distributed.rank
-        self.progress.count_labels(targets.selection.labels)
-        plan, fast = networks.plan(len(views.rows)), self.settings.passes == "fast"
+        mask, rank = targets.selection.mask, distributed.rank
+        self.progress.sizes += torch.bincount(targets.selection.labels, minlength=self.settings.clusters).cpu()
+        plan = plan_shards(len(views.rows), self.settings.sub_batch_size, distributed.size)
+        fast = self.settings.passes == "fast"
         losses = []
         with fork_rng(randomness, runtime.device, rank):  # for dropout and stochastic depth
             for sub_batch in split_batch(mask.cpu(), plan, rank, fast, runtime.device):
@@ -139,14 +141,6 @@ class Refiner:
         assignment = find_mini_clusters(features, count, randomness)
         return mini_cluster_targets(probs, assignment, count), count
 
-    def _finish_epoch(self) -> None:
-        """Count the epoch if its weights are finite, and begin the next one alike in all processes."""
-        if not self.networks.are_finite():  # the last step may ruin weights after the last loss
-            raise NotFiniteError
-        self.networks.align()
-        self.epoch += 1
-        self.progress = EpochProgress(self.settings.clusters)
-
     def _lr_factor(self) -> float:
         return lr_multiplier(self.settings.schedule, self.steps, self.total_steps) * self.slow_down
 
@@ -175,14 +169,11 @@ class EpochProgress:
     def __init__(self, clusters: int, state: dict[str, Any] | None = None) -> None:
         state = state or {}
         self.logs: list[Stats] = list(state.get("logs", []))
+        # Of the clusters, by the pseudo-labels of all batches.
         self.sizes: Tensor = state.get("sizes", torch.zeros(clusters, dtype=torch.long)).clone()
         self.randomness = torch.Generator()
         if "randomness" in state:
             self.randomness.set_state(state["randomness"])
-
-    def count_labels(self, labels: Tensor) -> None:
-        """Add the pseudo-labels (B,) of a batch to the sizes of the clusters."""
-        self.sizes += torch.bincount(labels, minlength=len(self.sizes)).cpu()
 
     def summarise(self) -> Stats:
         """Return means over the batches, and what the clusters look like on the weak views."""

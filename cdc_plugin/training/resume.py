@@ -1,13 +1,14 @@
 """Resume a run from the state of its last finished epoch; the checkpoint it began with is no longer needed."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from cdc_plugin.config.load import load_config
-from cdc_plugin.config.resolve import Facts, ResolvedConfig, as_resolved, resolve
+from cdc_plugin.config.resolve import Facts, ResolvedConfig, resolve
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet, digest_image_list
 from cdc_plugin.errors import ConfigError, DataError
@@ -21,21 +22,17 @@ from cdc_plugin.training.run_folder import CONFIG, KEPT, Run
 from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.trackers import make_trackers
 
+Config = TypeVar("Config")
 # Settings a resumed run may change; those that config.yaml may not state are the request's own.
 CHANGEABLE = ("out", "device", "augment", "from_recipe", "track", "on_collapse", "trust_checkpoint", "partial_weights")
 
 
 def resume_run(
-    request: RefineConfig,
-    folder: Path,
-    state: dict[str, Any],
-    module: nn.Module | None,
-    data: Any,
-    runtime: Runtime,
+    request: RefineConfig, folder: Path, state: dict[str, Any], module: nn.Module | None, data: Any, runtime: Runtime
 ) -> Run:
     """Return the run as it was after its last finished epoch."""
     distributed = runtime.distributed
-    stored = as_resolved(distributed.broadcast_from_main(lambda: load_config(folder / CONFIG)))
+    stored = ResolvedConfig(**vars(distributed.broadcast_from_main(lambda: load_config(folder / CONFIG))))
     track = request.track or []
     make_trackers(track)  # refuses those that are not installed here
     settings = dataclasses.replace(stored, device=request.device, track=track, on_collapse=request.on_collapse)
@@ -53,7 +50,12 @@ def resume_run(
     def open_again() -> ImageSet:
         check_processes(settings, distributed.size)
         images = open_data(settings, backbone, data, settings.clusters, runtime)
-        check_resume_settings(request, stored, len(images), folder)
+
+        def resolve_again(wanted: RefineConfig) -> ResolvedConfig:
+            size = wanted.input_size or stored.input_size
+            return resolve(wanted, Facts(len(images), size, stored.mean, stored.std, (stored.clusters,)))
+
+        check_resume_settings(request, stored, resolve_again, folder)
         # The digest of a folder depends on times of change: a copy on another machine is compared with the main one's.
         if distributed.main and images.digest != state["digest"]:
             raise DataError(f"the images of {settings.data} are not those that {folder} was started with")
@@ -70,23 +72,18 @@ def resume_run(
     return Run(settings, folder, runtime, images, Clusterer(backbone, heads[0], heads[1]), **kept, state=state)
 
 
-def check_resume_settings(request: RefineConfig, stored: ResolvedConfig, image_count: int, folder: Path) -> None:
+def check_resume_settings(
+    request: Config, stored: Config, resolve_again: Callable[[Config], Config], folder: Path
+) -> None:
     """Refuse to resume with other settings: that would give a run that no command describes."""
-    default = RefineConfig()
-    names = [item.name for item in dataclasses.fields(RefineConfig) if item.name not in CHANGEABLE]
-    asked = {
-        name: getattr(request, name)
-        for name in names
-        if name not in request.from_recipe and getattr(request, name) != getattr(default, name)
-    }
+    default = vars(type(request)())
+    free = {*CHANGEABLE, *getattr(request, "from_recipe", ())}
+    asked = {name: value for name, value in vars(request).items() if name not in free and value != default[name]}
     # Sizes beyond the data were cut when the run began; the same command must be accepted again.
-    size = asked.get("input_size") or stored.input_size
-    wanted = resolve(
-        dataclasses.replace(stored, **asked), Facts(image_count, size, stored.mean, stored.std, (stored.clusters,))
-    )
-    for name in asked:
+    wanted = resolve_again(dataclasses.replace(stored, **asked))  # type: ignore[type-var]
+    for name, value in asked.items():
         if getattr(wanted, name) != getattr(stored, name):
             raise ConfigError(
-                f"{folder} was started with {name}={getattr(stored, name)}, but {name}={asked[name]} is asked for now; "
+                f"{folder} was started with {name}={getattr(stored, name)}, but {name}={value} is asked for now; "
                 "resume without it, or start another run in its own folder"
             )

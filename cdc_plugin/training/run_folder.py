@@ -37,30 +37,20 @@ DEFAULT_PARENT = Path("cdc-runs")
 
 @dataclass
 class Run:
-    """What a run knows between its steps.
-
-    Args:
-        before: figures of the state after initialisation.
-        history: one record per finished epoch.
-        start: (N,) k-means on the features that the run began with.
-        old: the model that is retrofitted: its figures, and its assignment (N,).
-        snapshots: clusters of some images after each of the last epochs.
-        setback: the epoch in which a loss was not finite, if there was one.
-        state: what the run is resumed from.
-    """
+    """What a run knows between its steps."""
 
     settings: ResolvedConfig
     folder: Path
     runtime: Runtime
     images: ImageSet
     model: Clusterer
-    before: dict[str, Any]
-    history: list[dict[str, float]] = field(default_factory=list)
-    start: torch.Tensor | None = None
-    old: dict[str, Any] | None = None
-    snapshots: list[torch.Tensor] = field(default_factory=list)
-    setback: int | None = None
-    state: dict[str, Any] | None = None
+    before: dict[str, Any]  # figures of the state after initialisation
+    history: list[dict[str, float]] = field(default_factory=list)  # one record per finished epoch
+    start: torch.Tensor | None = None  # (N,) k-means on the features that the run began with
+    old: dict[str, Any] | None = None  # the model that is retrofitted: its figures, and its assignment (N,)
+    snapshots: list[torch.Tensor] = field(default_factory=list)  # clusters of some images after the last epochs
+    setback: int | None = None  # the epoch in which a loss was not finite, if there was one
+    state: dict[str, Any] | None = None  # what the run is resumed from
 
 
 KEPT = ("before", "history", "start", "old", "snapshots", "setback")  # of a `Run`, in its state
@@ -95,7 +85,6 @@ def save_run(run: Run, refiner: dict[str, Any]) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the state that a run is resumed from."""
     write_atomically(folder / STATE, lambda path: torch.save(state, path))
 
 
@@ -112,8 +101,7 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
     """
     if resume and overwrite:
         raise OutputError(f"{option('resume')} and {option('overwrite')} exclude each other")
-    folder = Path(out).expanduser() if out is not None else _numbered(name, latest=resume or overwrite)
-    present = _make(folder)
+    folder, present = _make(out, name, latest=resume or overwrite)
     if present and not resume and not overwrite:
         raise OutputError(
             f"{folder} is not empty ({_some(present)}); give another folder, {option('resume')} to continue that run, "
@@ -122,10 +110,8 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
     blocked = [file for file in RESULT_FILES if (folder / file).is_dir()]
     if blocked:
         raise OutputError(f"{folder / blocked[0]} is a folder, where a run writes a file; give another folder")
-    if resume and present and not (folder / CONFIG).is_file():
-        raise OutputError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run")
     if resume and present:
-        _check_whole(folder / CONFIG)
+        _check_whole(folder)
     _claim(folder)
     for leftover in _half_written(folder):
         leftover.unlink(missing_ok=True)
@@ -135,8 +121,7 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
 @contextlib.contextmanager
 def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Iterator[Path]:
     """Yield the folder of an evaluation, as `prepare_folder` does; the other files of a run in it are left alone."""
-    folder = Path(out).expanduser() if out is not None else _numbered(name, latest=overwrite)
-    present = _make(folder)
+    folder, present = _make(out, name, latest=overwrite)
     if present and not overwrite:
         raise OutputError(
             f"{folder} is not empty ({_some(present)}); give another folder, or {option('overwrite')} to replace "
@@ -151,8 +136,7 @@ def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
 @contextlib.contextmanager
 def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Iterator[Path]:
     """Yield the folder of a comparison: an earlier comparison is continued, any other folder must be empty."""
-    folder = Path(out).expanduser() if out is not None else _numbered(name, latest=overwrite)
-    present = _make(folder)
+    folder, present = _make(out, name, latest=overwrite)
     if present and not (folder / COMPARISON).is_file():
         raise OutputError(f"{folder} holds no comparison but {_some(present)}; give another folder")
     try:
@@ -198,11 +182,7 @@ _claims: dict[Path, int] = {}  # open folders, whose locks this process holds
 
 
 def _claim(folder: Path) -> None:
-    """Keep other processes and threads from writing to a folder at the same time.
-
-    The operating system's lock on the folder itself: it ends with the process, however that ends, and leaves no file.
-    Where there is none (Windows, some network file systems) nothing is claimed.
-    """
+    """Lock a folder against other threads and, where the system can, processes; the lock ends with the process."""
     busy = OutputError(f"another run is writing to {folder}; wait for its end, or give another folder")
     if folder.absolute() in _claims:
         raise busy
@@ -219,8 +199,11 @@ def _claim(folder: Path) -> None:
         _claims[folder.absolute()] = handle
 
 
-def _check_whole(config: Path) -> None:
-    """Refuse settings that something has cut: what is missing would silently be replaced by defaults."""
+def _check_whole(folder: Path) -> None:
+    """Refuse settings that are missing, or that something has cut: defaults would silently replace the rest."""
+    config = folder / CONFIG
+    if not config.is_file():
+        raise OutputError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run")
     try:
         names = re.findall(r"^(\w+):", config.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, ValueError) as error:
@@ -244,8 +227,9 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         raise OutputError(f"{path} cannot be read ({reason[:150]}); start again with {option('overwrite')}") from error
 
 
-def _make(folder: Path) -> list[str]:
-    """Make the folder if it is not there; return the names of what it holds already."""
+def _make(out: str | Path | None, name: str, latest: bool) -> tuple[Path, list[str]]:
+    """Return the folder, made if it is not there, and the names of what it holds already."""
+    folder = _numbered(name, latest) if out is None else Path(out).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A run that failed at once, on a mistyped path say, leaves its log only.
@@ -257,8 +241,13 @@ def _make(folder: Path) -> list[str]:
         raise OutputError(f"{folder} is a file; give the path of a folder") from error
     except OSError as error:
         raise OutputError(f"cannot make the result folder {folder}: {error.strerror}; give another folder") from error
-    _check_writable(folder)
-    return present
+    try:
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write to {folder}: {error.strerror}; give another folder") from error
+    return folder, present
 
 
 def _some(names: list[str]) -> str:
@@ -278,12 +267,3 @@ def _half_written(folder: Path) -> list[Path]:
     """Return temporary files of a run that was killed while writing; `write_atomically` names them."""
     names = "|".join(re.escape(file) for file in RESULT_FILES)
     return [path for path in folder.glob(".*") if re.fullmatch(rf"\.({names})\.[a-z0-9_]{{8}}", path.name)]
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(f"cannot write to {folder}: {error.strerror}; give another folder") from error

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdc_plugin.config.resolve import count_sub_batches
 from cdc_plugin.errors import ConfigError, DataError, UserError, option
 from cdc_plugin.training.signals import end_with_parent
 
@@ -37,7 +38,7 @@ class Distributed:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes files and prints."""
+        """Return whether this process writes files and prints."""
         return self.rank == 0
 
     def shards_of(self, count: int) -> list[Tensor]:
@@ -116,12 +117,7 @@ class Distributed:
         return tensor
 
     def gather(self, rows: Tensor, shards: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all processes in order.
-
-        Args:
-            rows: (n, ...) those of this process.
-            shards: for each process, the places (n,) of its rows among all.
-        """
+        """Return the rows of all processes in order; ``shards`` holds for each the places (n,) of its ``rows``."""
         if self.size == 1:
             return rows
         largest = max(len(places) for places in shards)
@@ -135,11 +131,7 @@ class Distributed:
         return everything
 
     def gather_with_gradient(self, rows: Tensor, shards: Sequence[Tensor]) -> Tensor:
-        """Gather rows for a loss that all processes compute alike on the whole batch.
-
-        The gradient of this process's rows is multiplied by the number of processes, over which
-        `DistributedDataParallel` averages.
-        """
+        """Gather rows for a loss that all processes compute alike on the whole batch."""
         return rows if self.size == 1 else _Gather.apply(rows, self, shards)
 
 
@@ -151,6 +143,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # Times the number of processes, over which DistributedDataParallel averages.
         return gradient[context.places.to(gradient.device)] * context.size, None, None
 
 
@@ -159,27 +152,22 @@ SINGLE = Distributed()
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How the processes share a batch: each has a near-equal shard of every sub-batch.
+    """How the processes share a batch: each has a near-equal shard of every sub-batch."""
 
-    Args:
-        sub_batches: (b,) rows of the batch, for each sub-batch.
-        shards: for each sub-batch and process, its rows of the sub-batch.
-    """
-
-    sub_batches: list[Tensor]
-    shards: list[list[Tensor]]
+    sub_batches: list[Tensor]  # (b,) rows of the batch, for each sub-batch
+    shards: list[list[Tensor]]  # for each sub-batch and process, its rows of the sub-batch
 
     @functools.cached_property
     def owned(self) -> list[Tensor]:
-        """For each process, its rows of the batch, sub-batch after sub-batch."""
+        """Return for each process its rows of the batch, sub-batch after sub-batch."""
         rows = [[rows[shard] for shard in shards] for rows, shards in zip(self.sub_batches, self.shards, strict=True)]
         return [torch.cat(own) for own in zip(*rows, strict=True)]
 
 
 @functools.lru_cache(maxsize=64)  # batches of an epoch have the same size, but for one image
-def plan_shards(count: int, sub_batches: int, size: int) -> ShardPlan:
-    """Return how ``size`` processes share ``count`` images that are trained on in so many sub-batches."""
-    rows = list(torch.arange(count).tensor_split(sub_batches))
+def plan_shards(count: int, sub_batch_size: int, size: int) -> ShardPlan:
+    """Return how ``size`` processes share a batch of ``count`` images."""
+    rows = list(torch.arange(count).tensor_split(count_sub_batches(count, sub_batch_size)))
     return ShardPlan(rows, [list(torch.arange(len(part)).tensor_split(size)) for part in rows])
 
 
@@ -228,22 +216,18 @@ def show_nothing(items: Iterable[Any], total: int, description: str) -> Iterable
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a run computes.
-
-    Args:
-        precision: ``float32``, or ``bfloat16`` / ``float16`` for autocast.
-        distributed: the processes that compute together.
-        progress: wraps an iterable of so many items in a bar with a description.
-    """
+    """Where and how a run computes."""
 
     device: torch.device
-    precision: str = "float32"
+    precision: str = "float32"  # or bfloat16 or float16, by autocast
     distributed: Distributed = SINGLE
-    progress: Progress = show_nothing
+    progress: Progress = show_nothing  # wraps an iterable of so many items in a bar with a description
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context in which networks compute in this precision."""
-        return autocast(self.device, self.precision)
+        if self.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.precision))
 
 
 @contextlib.contextmanager
@@ -257,13 +241,6 @@ def restore_torch() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-
-
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
-    """Return the context in which networks on a device compute in a precision."""
-    if precision == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, precision))
 
 
 def choose_device(name: str) -> torch.device:

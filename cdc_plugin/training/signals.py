@@ -109,16 +109,14 @@ def _handled(handler: Handler) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone, or at once if it is gone already.
-
-    A process whose ``torchrun`` was killed would wait for the others for hours, deaf to signals.
-    """
+    """End this process when the one that started it is gone, or at once if it is gone already."""
 
     def watch() -> None:
         while os.getppid() == _parent:
             time.sleep(1)
         os._exit(1)
 
+    # A process whose torchrun was killed would wait for the others for hours, deaf to signals.
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from cdc_plugin.config.resolve import ResolvedConfig, count_sub_batches
+from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.losses import calibration_loss, check_calibration, pseudo_label_loss
 from cdc_plugin.core.selection.base import Selection
 from cdc_plugin.training.runtime import Runtime, ShardPlan, plan_shards
@@ -25,14 +25,8 @@ LARGEST_PASS = 100_000_000
 BLOCK, SMALLEST_THINNED = 4, 32
 
 # The parts of `Networks` that training changes.
-STATEFUL = (
-    "backbone",
-    "clustering_head",
-    "calibration_head",
-    "clustering_optimizer",
-    "calibration_optimizer",
-    "scaler",
-)
+MODULES = ("backbone", "clustering_head", "calibration_head")
+STATEFUL = (*MODULES, "clustering_optimizer", "calibration_optimizer", "scaler")
 
 
 @dataclass(frozen=True)
@@ -41,16 +35,12 @@ class Views:
 
     Where several processes train, the views are those of this one's shard (see `plan_shards`). Where ``plain`` is
     ``weak``, one pass through the backbone serves both.
-
-    Args:
-        strong: the views, or a function that makes those of some of this process's images (n,).
-        rows: (B,) numbers of the images in the whole set.
     """
 
     plain: Tensor
     weak: Tensor
-    strong: Tensor | Callable[[Tensor], Tensor]
-    rows: Tensor
+    strong: Tensor | Callable[[Tensor], Tensor]  # or a function that makes those of some of this process's images (n,)
+    rows: Tensor  # (B,) numbers of the images in the whole set
 
     def strong_of(self, own: Tensor) -> Tensor:
         """Return the strong views of some of this process's images (n,)."""
@@ -59,19 +49,12 @@ class Views:
 
 @dataclass(frozen=True)
 class SubBatch:
-    """One step's share of a batch.
+    """One step's share of a batch."""
 
-    Args:
-        rows: of the batch.
-        trained: (n,) those of them that the clustering head is trained on.
-        own: which of this process's views are of ``trained``.
-        shards: for each process, the places of its images among ``trained``.
-    """
-
-    rows: slice
-    trained: Tensor
-    own: Tensor
-    shards: list[Tensor]
+    rows: slice  # of the batch
+    trained: Tensor  # (n,) those of them that the clustering head is trained on
+    own: Tensor  # which of this process's views are of `trained`
+    shards: list[Tensor]  # for each process, the places of its images among `trained`
 
 
 @dataclass(frozen=True)
@@ -87,9 +70,6 @@ class BatchTargets:
 
 class Networks:
     """Backbone, both heads and their optimisers: all that a step changes.
-
-    Each of several processes passes its shard of a batch through the backbone. Features are gathered, so that heads
-    and losses see the whole batch in every process; `DistributedDataParallel` combines the backbone's gradients.
 
     Where a single head is asked for (Tab. 3, III and IV), it gives the targets, too, and the calibration head is a
     copy of it, renewed after every epoch.
@@ -128,21 +108,12 @@ class Networks:
                 self.backbone, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
             )
 
-    def plan(self, count: int) -> ShardPlan:
-        """Return how the processes share a batch of so many images."""
-        sub_batches = count_sub_batches(count, self.settings.sub_batch_size)
-        return plan_shards(count, sub_batches, self.runtime.distributed.size)
-
     def extract(self, pixels: Tensor, count: int, backbone: nn.Module | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Return the features of this process's images, and for each process the places of its images in the batch.
-
-        Args:
-            pixels: this process's shard of a batch of ``count`` images.
-            backbone: `data_parallel` where gradients are needed.
-        """
-        plan, rank = self.plan(count), self.runtime.distributed.rank
+        """Return the features of this process's shard of a batch of so many images, and the shards of all processes."""
+        distributed = self.runtime.distributed
+        plan = plan_shards(count, self.settings.sub_batch_size, distributed.size)
         passes = -(-count * pixels.shape[1:].numel() // LARGEST_PASS)
-        sizes = torch.tensor([len(shards[rank]) for shards in plan.shards])
+        sizes = torch.tensor([len(shards[distributed.rank]) for shards in plan.shards])
         groups = [int(group.sum()) for group in sizes.tensor_split(min(passes, len(sizes)))]
         with self.runtime.autocast(), self.share_statistics():
             rows = [(backbone or self.backbone)(part) for part in pixels.split(groups)]
@@ -159,9 +130,9 @@ class Networks:
             for group in optimizer.param_groups:
                 group["lr"] = group["full_lr"] * factor
 
-    def modules(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+    def modules(self) -> list[nn.Module]:
         """Return backbone, clustering head and calibration head."""
-        return self.backbone, self.clustering_head, self.calibration_head
+        return [getattr(self, name) for name in MODULES]
 
     def use_batch_statistics(self) -> None:
         """Turn dropout off, but leave BatchNorm in train mode, as in the released code.
@@ -169,10 +140,9 @@ class Networks:
         With running statistics in its place, which lag behind and mix the views, one seed ended at 98.9 % accuracy
         and another at 89.8 % (digits, 20 and 16 epochs), and Fashion-MNIST lost 5 points in 4 epochs.
         """
-        for module in self.modules():
-            module.eval()
-            for layer in _find_batchnorms(module):
-                layer.train()
+        modules = nn.ModuleList(self.modules()).eval()
+        for layer in _find_batchnorms(modules):
+            layer.train()
 
     def align(self) -> None:
         """Begin the next epoch alike in all processes, with the copy of a single head renewed."""
@@ -193,21 +163,13 @@ class Networks:
 
     def are_finite(self) -> bool:
         """Return whether all weights and BatchNorm statistics are finite; other buffers may be infinite: masks."""
-        for module in self.modules():
-            statistics = [buffer for layer in _find_batchnorms(module) for buffer in layer.buffers()]
-            if not all(bool(tensor.isfinite().all()) for tensor in (*module.parameters(), *statistics)):
-                return False
-        return True
+        modules = nn.ModuleList(self.modules())
+        statistics = [buffer for layer in _find_batchnorms(modules) for buffer in layer.buffers()]
+        return all(bool(tensor.isfinite().all()) for tensor in (*modules.parameters(), *statistics))
 
 
 def split_batch(trusted: Tensor, plan: ShardPlan, rank: int, fast: bool, device: torch.device) -> Iterator[SubBatch]:
-    """Yield the sub-batches of a batch.
-
-    Args:
-        trusted: (B,) the images that have been selected, on the CPU.
-        plan: how the processes share the batch.
-        fast: leave a quarter of the images out, see `keep_for_training`.
-    """
+    """Yield the sub-batches of a batch of which ``trusted`` (B,) are selected; `keep_for_training` where ``fast``."""
     first_view = 0
     for rows, shards in zip(plan.sub_batches, plan.shards, strict=True):
         span, own = slice(int(rows[0]), int(rows[-1]) + 1), shards[rank]
@@ -272,7 +234,7 @@ def step_joint_loss(networks: Networks, views: Views, targets: BatchTargets, sub
     clustering = compute_clustering_loss(networks, views, targets.selection, sub_batch)
     features = targets.features
     if not settings.stop_gradient:
-        own, shards = networks.extract(views.plain, len(views.rows), networks.data_parallel)
+        own, shards = networks.extract(views.plain, len(views.rows), networks.data_parallel)  # with gradients
         features = networks.runtime.distributed.gather_with_gradient(own, shards)
     calibration = compute_calibration_loss(networks, features[sub_batch.rows], targets.soft[sub_batch.rows])
     optimizers = [networks.clustering_optimizer]

@@ -25,10 +25,7 @@ def convert_on_cuda(network: nn.Module, device: torch.device) -> nn.Module:
 
 
 def share_statistics(distributed: Distributed, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context in which BatchNorm layers in train mode take the statistics of all processes' images.
-
-    All processes must call the same layers in the same order.
-    """
+    """Return a context in which BatchNorm in train mode sees all processes' images; they call the same layers."""
     shared = distributed.size > 1 and device.type != "cuda"
     return _SharedStatistics(distributed) if shared else contextlib.nullcontext()
 

@@ -31,12 +31,10 @@ class Tracker(Protocol):
     """The interface of an entry point ``cdc_plugin.tracker``; creating one imports the packages that it needs."""
 
     def start(self, config: dict[str, Any], folder: Path, kept: dict[str, Any]) -> None:
-        """Begin a run, or continue it.
+        """Begin a run with all settings of config.yaml, or continue it.
 
-        Args:
-            config: all settings, as in config.yaml.
-            kept: what it held when the run was last left, empty for a new run; it lies in the result folder as JSON.
-                A tracker may add to it; ``epoch``, the last one received, and ``finished`` are added for it.
+        ``kept`` lies in the result folder as JSON and is empty for a new run. A tracker may add to it; ``epoch``, the
+        last one received, and ``finished`` are added for it.
         """
 
     def epoch(self, stats: dict[str, float], number: int) -> None: ...
@@ -66,20 +64,22 @@ def open_trackers(
     names: Sequence[str] | None, folder: Path, config: RefineConfig, history: Sequence[Mapping[str, float]]
 ) -> Iterator[Tracking]:
     """Open all trackers of a run, bring them up to date with its finished epochs, and close them whatever happens."""
-    tracking = Tracking(make_trackers(names), folder)
-    try:
+    with contextlib.closing(Tracking(make_trackers(names), folder)) as tracking:
         tracking.start(dataclasses.asdict(config), history)
         yield tracking
-    finally:
-        tracking.close()
 
 
 class Tracking:
-    """Passes everything on to each tracker once, also over several starts of a run."""
+    """Pass everything on to each tracker once, also over several starts of a run."""
 
     def __init__(self, running: dict[str, Tracker], folder: Path) -> None:
         self.running, self.folder = running, folder
-        self.kept = _read_notes(folder / NOTES) if running else {}
+        self.kept: dict[str, dict[str, Any]] = {}
+        # Where the notes are missing or damaged, the trackers receive everything again.
+        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            if running:
+                notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+                self.kept = {name: dict(kept) for name, kept in notes.items()}
 
     def start(self, config: dict[str, Any], history: Sequence[Mapping[str, float]]) -> None:
         for name in list(self.running):
@@ -134,13 +134,6 @@ def flat_figures(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, floa
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             figures[f"{prefix}{key}"] = value
     return figures
-
-
-def _read_notes(file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        return {name: dict(kept) for name, kept in json.loads(file.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}  # missing or damaged: the trackers receive everything again
 
 
 class TensorBoard:

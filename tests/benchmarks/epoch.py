@@ -1,8 +1,7 @@
 """Epochs of the real run, split into their parts, against the floor: the backbone's own passes on ready tensors.
 
-The floor is measured after every batch, in the same process, so that whatever slows the machine slows both. It has
-two parts: the passes without gradient, and forward and backward. Ratio (a) is to both, "the passes of the
-algorithm"; ratio (b) is to forward and backward of one view of every image alone, whatever else a run computes.
+The floor is measured after every batch, in the same process, so that whatever slows the machine slows both. Ratio (a)
+is to all passes of the algorithm; ratio (b) to forward and backward of one view of every image alone.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ def epoch(setting: Setting, batch: int = 1000, count: int = 2) -> Found:
 
 def frozen_epoch(setting: Setting, batch: int = 1000, count: int = 5) -> Found:
     """An epoch that trains only the heads, on cached features of a frozen backbone; there is no floor."""
-    if setting.quick:
-        count = 1
+    count = 1 if setting.quick else count
     watch, _ = _run(setting, batch, count, resnet18(16), ("freeze_backbone=true", "frozen_views=1"))
     return Found(f"frozen epoch: 128 features, B = {batch}, {count} batches", _rows(watch))
 
@@ -175,14 +173,13 @@ class _Floor:
         assert self._copy is not None
         for module, training in zip(self._copy.modules(), modes, strict=True):
             module.training = training
-        name = "pass"
-        with self._watch.section(name), torch.set_grad_enabled(gradient):
+        with self._watch.section("pass"), torch.set_grad_enabled(gradient):
             with torch.autocast(self._device.type, torch.get_autocast_dtype(self._device.type), enabled=mixed):
                 features = self._copy(images)
             if gradient:
                 features.backward(torch.ones_like(features))
         self._copy.zero_grad(set_to_none=True)
-        return self._watch.seconds.pop((name, name))
+        return self._watch.seconds.pop(("pass", "pass"))
 
 
 def _rows(watch: Stopwatch) -> dict[str, dict[str, float]]:

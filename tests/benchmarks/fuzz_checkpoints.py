@@ -27,30 +27,28 @@ TOLERANCE = 1e-4
 
 
 def flip_bytes(file: Path, dice: random.Random) -> None:
-    """A few bytes anywhere."""
-    with file.open("r+b") as stream:
-        size = file.stat().st_size
-        for _ in range(dice.choice((1, 1, 2, 16, 256))):
-            _replace_byte(stream, dice.randrange(size), dice)
+    content = bytearray(file.read_bytes())
+    for _ in range(dice.choice((1, 1, 2, 16, 256))):
+        content[dice.randrange(len(content))] ^= dice.randrange(1, 256)
+    file.write_bytes(content)
 
 
 def flip_headers(file: Path, dice: random.Random) -> None:
-    """A byte among the first or last, where the directory and the pickle lie."""
-    with file.open("r+b") as stream:
-        size, reach = file.stat().st_size, min(20_000, file.stat().st_size)
-        place = dice.randrange(reach)
-        _replace_byte(stream, place if dice.random() < 0.5 else size - 1 - place, dice)
+    """Change a byte among the first or last, where the directory and the pickle lie."""
+    content = bytearray(file.read_bytes())
+    place = dice.randrange(min(20_000, len(content)))
+    content[place if dice.random() < 0.5 else -1 - place] ^= dice.randrange(1, 256)
+    file.write_bytes(content)
 
 
 def truncate(file: Path, dice: random.Random) -> None:
-    """The end is missing."""
     size = file.stat().st_size
     with file.open("r+b") as stream:
         stream.truncate(dice.choice((0, 1, dice.randrange(size), dice.randrange(size), size - dice.randrange(1, 64))))
 
 
 def zero_block(file: Path, dice: random.Random) -> None:
-    """A hole of zeros, as of a download that was broken off."""
+    """Leave a hole of zeros, as of a download that was broken off."""
     size = file.stat().st_size
     with file.open("r+b") as stream:
         stream.seek(dice.randrange(size))
@@ -58,7 +56,6 @@ def zero_block(file: Path, dice: random.Random) -> None:
 
 
 def swap_blocks(file: Path, dice: random.Random) -> None:
-    """Two blocks change places."""
     content = bytearray(file.read_bytes())
     length = min(dice.choice((16, 512, 8192)), len(content) // 3)
     first, second = dice.randrange(len(content) // 2 - length), dice.randrange(len(content) // 2, len(content) - length)
@@ -68,28 +65,30 @@ def swap_blocks(file: Path, dice: random.Random) -> None:
 
 
 def legacy_flip(file: Path, dice: random.Random) -> None:
-    """A bit of the pickle in the old container, which has no checksums; for its numbers see ``legacy_number``."""
-    state = read_checkpoint(file).state
-    _save(file, state, zipped=False)
-    _flip_bit(file, dice.randrange(file.stat().st_size - sum(tensor.nbytes + 8 for tensor in state.values())), dice)
+    """Flip a bit of the pickle in the old container, which has no checksums; for its numbers see `legacy_number`."""
+    numbers = _save_legacy(file)
+    _flip_bit(file, dice.randrange(file.stat().st_size - numbers), dice)
 
 
 def legacy_number(file: Path, dice: random.Random) -> None:
-    """A bit of one number in the old container."""
+    _flip_bit(file, -1 - dice.randrange(_save_legacy(file)), dice)
+
+
+def _save_legacy(file: Path) -> int:
+    """Write the file in the old container and return how many of its last bytes are numbers."""
     state = read_checkpoint(file).state
     _save(file, state, zipped=False)
-    _flip_bit(file, -1 - dice.randrange(sum(tensor.nbytes + 8 for tensor in state.values())), dice)
+    return sum(tensor.nbytes + 8 for tensor in state.values())
 
 
 def safetensors_number(file: Path, dice: random.Random) -> None:
-    """A bit of one number in a safetensors file, which has no checksums either."""
+    """Flip a bit of one number in a safetensors file, which has no checksums either."""
     state = {key: value.clone().contiguous() for key, value in read_checkpoint(file).state.items()}
     save_file(state, file)
     _flip_bit(file, -1 - dice.randrange(sum(tensor.nbytes for tensor in state.values())), dice)
 
 
 def drop_keys(file: Path, dice: random.Random) -> None:
-    """Some weights are missing."""
     state = read_checkpoint(file).state
     for key in dice.sample(list(state), dice.choice((1, 1, 3, len(state) // 2))):
         del state[key]
@@ -97,14 +96,13 @@ def drop_keys(file: Path, dice: random.Random) -> None:
 
 
 def rename_key(file: Path, dice: random.Random) -> None:
-    """A weight has another name."""
     state = read_checkpoint(file).state
     key = dice.choice(list(state))
     _save(file, {(f"{k}_" if k == key else k): v for k, v in state.items()})
 
 
 def change_one(change: Callable[[Tensor, random.Random], Any], fits: Callable[[Tensor], bool] | None = None) -> Damage:
-    """A weight is changed, one that ``fits``; the file is saved anew: its checksums are valid."""
+    """Change one weight that ``fits`` and save the file anew: its checksums are valid."""
 
     def damage(file: Path, dice: random.Random) -> None:
         state = read_checkpoint(file).state
@@ -115,14 +113,14 @@ def change_one(change: Callable[[Tensor, random.Random], Any], fits: Callable[[T
 
 
 def reshaped(tensor: Tensor, dice: random.Random) -> Tensor:
-    """The weight without a row, with one more, flat or empty."""
+    """Return the weight without a row, with one more, flat or empty."""
     if tensor.ndim == 0:
         return tensor.repeat(2)
     return dice.choice((tensor[:-1], torch.cat([tensor, tensor[:1]]), tensor.flatten()[:-1], tensor[:0]))
 
 
 def spoilt(tensor: Tensor, dice: random.Random) -> Tensor:
-    """The weight with a number that is NaN, infinite or absurd."""
+    """Return the weight with a number that is NaN, infinite or absurd."""
     tensor = tensor.contiguous().clone()
     tensor.view(-1)[dice.randrange(tensor.numel())] = dice.choice((float("nan"), float("inf"), -1e30))
     return tensor
@@ -153,7 +151,7 @@ UNMARKED: dict[str, Damage] = {
 
 
 def features(path: Path) -> Tensor:
-    """What the network in a file computes of fixed noise, with its heads' answers and its normalisation."""
+    """Compute what the network in a file makes of fixed noise, with its heads' answers and its normalisation."""
     loaded = load_checkpoint(path)
     side = min(loaded.backbone.input_size or 64, 64)
     noise = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
@@ -164,7 +162,7 @@ def features(path: Path) -> Tensor:
 
 
 def attempt(path: Path, expected: Tensor) -> str:
-    """How a damaged file ends: refused, same, or a failure in words."""
+    """Return how a damaged file ends: refused, same, or a failure in words."""
     try:
         found = features(path)
     except UserError as error:
@@ -215,13 +213,6 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _replace_byte(stream: Any, place: int, dice: random.Random) -> None:
-    stream.seek(place)
-    old = stream.read(1)[0]
-    stream.seek(place)
-    stream.write(bytes([old ^ dice.randrange(1, 256)]))
-
-
 def _flip_bit(file: Path, place: int, dice: random.Random) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1 << dice.randrange(8)
@@ -229,7 +220,7 @@ def _flip_bit(file: Path, place: int, dice: random.Random) -> None:
 
 
 def _copy_of_run(file: Path, folder: Path) -> Path:
-    """A copy with the small files beside it, which say what the network is."""
+    """Copy a file with the small ones beside it, which say what the network is."""
     folder.mkdir()
     for beside in file.parent.iterdir():
         if beside.suffix in (".json", ".yaml") and beside.stat().st_size < 1_000_000:

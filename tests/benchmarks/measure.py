@@ -23,35 +23,29 @@ Section = str | Callable[..., str]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command was asked for.
-
-    Args:
-        words: ``key=value`` settings of a run, as ``cdc-refine`` takes them.
-    """
+    """What the command was asked for."""
 
     quick: bool = False
     device: str = "cpu"
     backbone: str | None = None
     data: str | None = None
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # ``key=value`` settings of a run, as ``cdc-refine`` takes them
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A promise: a figure that may not be above (or below) a bound."""
+    """A promise: a figure that may not be above a bound."""
 
     name: str
     value: float
     bound: float
-    at_least: bool = False
 
     @property
     def kept(self) -> bool:
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
+        return self.value <= self.bound
 
     def __str__(self) -> str:
-        sign, verdict = ">=" if self.at_least else "<=", "kept" if self.kept else "NOT KEPT"
-        return f"{self.name:64s} {self.value:9.3f}  limit {sign} {self.bound:<6g} {verdict}"
+        return f"{self.name:64s} {self.value:9.3f}  limit {self.bound:<6g} {'kept' if self.kept else 'NOT KEPT'}"
 
 
 @dataclass
@@ -65,9 +59,8 @@ class Found:
     def table(self) -> str:
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
         # Sizes in their order, then all other columns in theirs.
-        columns.sort(
-            key=lambda name: int(name.replace(",", "")) if name[0].isdigit() and name[-1].isdigit() else math.inf
-        )
+        sizes = {name: name.replace(",", "") for name in columns}
+        columns.sort(key=lambda name: int(sizes[name]) if sizes[name].isdecimal() else math.inf)
         lines = [f"\n{self.title}", " " * 44 + "".join(f"{column:>18}" for column in columns)]
         for name, row in self.rows.items():
             cells = [f"{row[column]:.4g}" if column in row else "" for column in columns]
@@ -80,19 +73,15 @@ class Found:
 
 
 class Stopwatch:
-    """Splits time into sections. What a nested section takes does not count for the one around it.
+    """Time in sections: what a nested one takes does not count for the one around it, unless that is ``whole``.
 
     ``seconds`` is by (outermost section, innermost section): the same work can belong to several stages of a run.
-
-    Args:
-        whole: sections that are not split: what they contain counts for them.
     """
 
     def __init__(self, device: str = "cpu", whole: Sequence[str] = ()) -> None:
         self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._whole = whole
-        self._device, self._open = torch.device(device), list[str]()
-        self._since = 0.0
+        self._device, self._whole = torch.device(device), whole
+        self._open, self._since = list[str](), 0.0
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
@@ -170,28 +159,26 @@ def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def peak_memory() -> int:
-    """Most memory that this process has had at a time, in bytes.
-
-    Not ru_maxrss where there is a better figure: a child begins with that of the process that started it.
-    """
+    """Return the most memory that this process has had at a time, in bytes."""
     status = Path("/proc/self/status")
-    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text()) if status.is_file() else None
-    if peak:
+    if status.is_file() and (peak := re.search(r"VmHWM:\s*(\d+)", status.read_text())):
         return int(peak[1]) * 1024
-    import resource
+    import resource  # less good: a child begins with the figure of the process that started it
 
     found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return found if sys.platform == "darwin" else found * 1024
 
 
 def command_seconds(arguments: Sequence[str], repeats: int = 3) -> float:
-    """Least CPU time of a Python command, start of the interpreter included."""
+    """Return the least CPU time of a Python command, start of the interpreter included."""
+    import resource  # finer than os.times, whose ticks of 10 ms can hide a short command
+
     command, times = [sys.executable, *arguments], []
     for _ in range(repeats):
-        before = os.times()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, capture_output=True, env=child_environment())
-        after = os.times()
-        times.append(sum(after[2:4]) - sum(before[2:4]))  # of children, user and system
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(sum(after[:2]) - sum(before[:2]))  # user and system
     return min(times)
 
 

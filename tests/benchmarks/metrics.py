@@ -1,8 +1,4 @@
-"""Speed of all figures together: ``python tests/benchmarks/metrics.py``.
-
-Prints the CPU seconds that N samples in C clusters take, and whether they keep the stated limit; exits with 1 if
-not. Run it with OMP_NUM_THREADS=1: CPU seconds of one thread, so that other work on the machine matters little.
-"""
+"""Speed of all figures together, against a limit: ``OMP_NUM_THREADS=1 python tests/benchmarks/metrics.py``."""
 
 import json
 import sys

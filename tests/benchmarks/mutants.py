@@ -46,7 +46,7 @@ class Mutant:
 
 # fmt: off
 KMEANS = "core/test_kmeans.py"
-TRAINING, COLLAPSE, QUALITY = "training/test_mathematics.py", "training/test_collapse.py", "evaluation/test_quality_thresholds.py"
+TRAINING, COLLAPSE, QUALITY = "training/test_mathematics.py", "training/test_collapse.py", "evaluation/test_quality.py"
 MUTANTS = [
     # k-means
     Mutant("one iteration only", "core/kmeans.py", "assignment, distance = nearest(points, centers)\n    for _ in range(iterations):", "assignment, distance = nearest(points, centers)\n    for _ in range(1):", KMEANS),
@@ -311,9 +311,8 @@ def _copy(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
     for part in (PACKAGE, UNIT, Path("tests/helpers")):
         shutil.copytree(ROOT / part, folder / part, ignore=ignore)
-    for file in ("pyproject.toml", "tests/conftest.py", "tests/__init__.py"):
-        if (ROOT / file).exists():
-            shutil.copy(ROOT / file, folder / file)
+    for file in ("pyproject.toml", "tests/conftest.py"):
+        shutil.copy(ROOT / file, folder / file)
     return folder
 
 

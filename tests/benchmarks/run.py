@@ -40,7 +40,10 @@ SCRIPTS = ("metrics.py", "fuzz_checkpoints.py", "mutants.py", "timm_index.py")  
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.list:
-        print(_listing())
+        lines = [f"{name:16}{(work.__doc__ or '').splitlines()[0]}" for name, work in BENCHMARKS.items()]
+        docs = {script: ast.get_docstring(ast.parse((HERE / script).read_text(encoding="utf-8"))) for script in SCRIPTS}
+        others = [f"{script:24}{(doc or '').splitlines()[0]}" for script, doc in docs.items()]
+        print(*lines, "\ncommands of their own:", *others, sep="\n")
         return 0
     torch.set_num_threads(1)
     setting = Setting(options.quick, options.device, options.backbone, options.data, tuple(options.set))
@@ -49,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[name] = BENCHMARKS[name](setting)
         print(found[name].table(), flush=True)
     broken = [limit for result in found.values() for limit in result.limits if not limit.kept]
-    text = json.dumps(_record(setting, found, len(broken)), indent=2)
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()}
+    results = {name: result.as_json() for name, result in found.items()}
+    record = {"machine": machine, "setting": vars(setting), "results": results, "limits_broken": len(broken)}
+    text = json.dumps(record, indent=2)
     print(f"\n{text}")
     if options.json:
         options.json.write_text(f"{text}\n", encoding="utf-8")
@@ -67,21 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", metavar="PATH", help="images for the epoch: all of them are one epoch")
     parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="settings of the runs measured")
     return parser
-
-
-def _listing() -> str:
-    lines = [f"{name:16}{(work.__doc__ or '').splitlines()[0]}" for name, work in BENCHMARKS.items()]
-    lines.append("\ncommands of their own:")
-    for script in SCRIPTS:
-        doc = ast.get_docstring(ast.parse((HERE / script).read_text(encoding="utf-8"))) or ""
-        lines.append(f"{script:24}{doc.splitlines()[0]}")
-    return "\n".join(lines)
-
-
-def _record(setting: Setting, found: dict[str, Found], broken: int) -> dict[str, object]:
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()}
-    results = {name: result.as_json() for name, result in found.items()}
-    return {"machine": machine, "setting": vars(setting), "results": results, "limits_broken": broken}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
+from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.runtime import SINGLE, Distributed, Runtime, plan_shards
@@ -62,7 +62,7 @@ def train(distributed: Distributed, changes: dict) -> dict:
         order = torch.randperm(COUNT, generator=stream)
         for rows in order.split(batch_sizes(COUNT, config.batch_size)):
             views = [kinds[rows] + torch.randn(kinds[rows].shape, generator=stream).double() for _ in range(3)]
-            plan = plan_shards(len(rows), count_sub_batches(len(rows), config.sub_batch_size), distributed.size)
+            plan = plan_shards(len(rows), config.sub_batch_size, distributed.size)
             own = plan.owned[distributed.rank]
             made.append(Views(*(view[own] for view in views), rows))
         return made[done:]

@@ -4,9 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
-import torch
 
-from cdc_plugin.evaluation.predict import predict_images
+from tests.helpers.predictions import predict_at_once, table_of
 from tests.helpers.torchrun import torchrun
 
 # ``cdc-predict`` with small parts; with the word "dies" the second process is killed before it saves its second part.
@@ -46,7 +45,7 @@ def words(tmp_path, tiny_clusterer) -> list:
 
 
 def assert_equals_one_process(out: Path, model, photos: Path) -> None:
-    expected = predict_images(model, photos, torch.device("cpu")).table
+    expected = table_of(predict_at_once(model, photos))
     with open(out, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["path"] for row in rows] == expected["path"].tolist()
@@ -75,8 +74,10 @@ def test_two_processes_report_a_mistake_once_and_share_the_work_of_the_next_run(
     tmp_path, words, photos, tiny_clusterer
 ):
     done = torchrun(2, "-m", "cdc_plugin", "predict", *words, "--data", tmp_path / "nowhere")
-    assert done.returncode != 0
+    assert (done.returncode != 0, done.stdout) == (True, "")
+    assert "exitcode  : 2" in done.stderr
     assert done.stderr.count("cdc-predict: error: nothing at") == 1
+    assert "cdc_plugin/" not in done.stderr  # no traceback of ours
     for command in (["-m", "cdc_plugin", "predict"], [tmp_path / "driver.py", "lives"]):  # one part, and eight
         done = torchrun(2, *command, *words, "--data", photos)
         assert done.returncode == 0, done.stderr

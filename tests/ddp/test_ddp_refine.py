@@ -143,13 +143,10 @@ def count_predictions(folder: Path) -> int:
     return len((folder / "predictions.csv").read_text().splitlines()) - 1
 
 
-def test_all_processes_select_the_same_images(several):
+def test_all_processes_select_the_same_images_and_one_writes_and_prints(several):
     masks = several.masks("usual")
     assert [len(mask) for mask in masks] in ([75, 76] * 3, [76, 75] * 3)
     assert 0 < sum(int(mask.sum()) for mask in masks) < 3 * 151
-
-
-def test_one_process_writes_and_prints(several):
     folder = several.folder / "usual"
     assert several.codes("usual") == {0}
     assert list_names(folder) == FILES
@@ -161,8 +158,7 @@ def test_one_process_writes_and_prints(several):
 
 
 def test_fewer_images_than_three_processes_could_share_are_clustered(three):
-    """Of three processes, one has no image to predict in the end."""
-    assert three.codes("few") == {0}
+    assert three.codes("few") == {0}  # though one process has no image to predict in the end
     assert list_names(three.folder / "few") == FILES
     assert count_predictions(three.folder / "few") == 40
 
@@ -216,14 +212,6 @@ def test_a_mistake_ends_all_processes_and_is_reported_once(two, inputs, name, me
     assert not any("checkpoint" in line or str(inputs.checkpoint) in line for line in lines)
     # A log alone is no result: the next run may use the folder.
     assert not (two.folder / name).exists() or list_names(two.folder / name) == {"train.log"}
-
-
-def test_torchrun_ends_on_a_mistake(tmp_path, inputs):
-    done = torchrun(2, "-m", "cdc_plugin", *inputs.words(USUAL, "nowhere.npz"), "--out", tmp_path / "run")
-    assert (done.returncode != 0, done.stdout) == (True, "")
-    assert "exitcode  : 2" in done.stderr
-    assert done.stderr.count("cdc-refine: error: ") == 1
-    assert "cdc_plugin/" not in done.stderr  # no traceback of ours
 
 
 @pytest.mark.slow

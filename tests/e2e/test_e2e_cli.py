@@ -36,26 +36,18 @@ def finished(photos, tiny_checkpoint):
     return out, succeed("refine", *words, *QUICK)
 
 
-def test_a_run_writes_exactly_its_files_and_prints_its_figures(finished):
+def test_a_run_writes_its_files_prints_its_figures_and_names_every_image_also_a_broken_one(finished):
     out, done = finished
     assert names_in(out) == FILES
     assert "calibration head" in done.stdout
     assert "ACC" in done.stdout
     assert f"results: {out}" in done.stdout
     assert "epoch 2/2" in done.stderr
-
-
-def test_a_broken_image_is_skipped_and_named_everywhere(finished):
-    out, done = finished
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert report["images"] == 91
     assert [entry["image"] for entry in report["skipped"]] == ["class 1/bröken image.png"]
     assert "bröken image.png" in (out / "train.log").read_text(encoding="utf-8")
     assert "1 image could not be read" in done.stdout
-
-
-def test_the_table_names_every_image_by_its_path(finished):
-    out, _ = finished
     rows = read_table(out / "predictions.csv")
     assert len(rows) == 91
     assert "class 0/gräu, and a comma.png" in {row["path"] for row in rows}

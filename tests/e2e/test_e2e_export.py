@@ -86,7 +86,14 @@ def test_timm_learns_what_no_weight_shows_and_gives_the_backbone_a_new_classifie
     assert (list(wanted["input_size"]), wanted["crop_pct"]) == ([3, 32, 32], 1.0)
     classifier = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, num_classes=7)
     assert classifier.eval()(IMAGES).shape == (3, 7)
-    assert torch.equal(classifier.cls_token, load_model(vit).backbone.module.cls_token)
+    kept = load_file(vit / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, kept[f"backbone.{name}"])
+    (tmp_path / "out" / "model.json").unlink()  # without our description it is still read
+    loaded = load_checkpoint(tmp_path / "out")
+    assert loaded.format == "timm"
+    assert torch.equal(features(loaded.backbone), features(network))
+    assert loaded.backbone.mean.tolist() == pytest.approx(MEAN)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +132,6 @@ def test_our_loader_reads_an_export_back_exactly(spec, to, file, tmp_path):
     assert back.mean.tolist() == pytest.approx(MEAN)
     assert back.std.tolist() == pytest.approx(STD)
     assert (back.input_size, back.inferred) == (32, ())
-
-
-def test_export_without_its_description_is_still_read(vit, tmp_path):
-    export_model(vit, "timm", tmp_path / "out")
-    (tmp_path / "out" / "model.json").unlink()
-    loaded = load_checkpoint(tmp_path / "out")
-    assert loaded.format == "timm"
-    assert torch.equal(features(loaded.backbone), features(load_model(vit).backbone))
-    assert loaded.backbone.mean.tolist() == pytest.approx(MEAN)
 
 
 def test_weights_that_lie_beside_an_export_are_not_taken_for_it(shufflenet, tiny_checkpoint, tmp_path):
@@ -214,12 +212,9 @@ def test_statistics_that_solo_learn_fixes_are_told(tmp_path):
     assert export_model(model, "solo-learn", tmp_path / "b").notes == ()
 
 
-def test_guessed_stem_is_not_passed_on_as_a_fact(tiny_checkpoint, tmp_path):
+def test_a_guessed_stem_is_not_passed_on_as_a_fact_and_assumed_statistics_stay_assumed(tiny_checkpoint, tmp_path):
     with pytest.raises(UserError, match=r"does not state its stem's pool, padding, stride.*cdc-refine"):
         export_model(tiny_checkpoint, "torchvision", tmp_path / "r.pth")
-
-
-def test_assumed_statistics_stay_assumed(tmp_path):
     model = clusterer(SHUFFLENET)
     model.backbone.inferred = ("mean", "std")
     written = export_model(model, "torchvision", tmp_path / "out.pth")
@@ -281,25 +276,14 @@ def test_impossible_outputs_are_refused(to, out, message, vit, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 
 
-def test_exported_weights_are_those_of_the_result(vit, tmp_path):
-    export_model(vit, "timm", tmp_path / "out")
-    kept = load_file(vit / "model.safetensors")
-    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert torch.equal(tensor, kept[f"backbone.{name}"])
-
-
-def test_command_names_the_files_and_how_to_load_them(vit, tmp_path, capsys):
+def test_command_names_the_files_and_how_to_load_them_and_refuses_in_one_line(
+    vit, small_resnet18, tmp_path, capsys, refuse
+):
+    assert tuple(exports.TARGETS) == TARGETS
     export_command(["--model", str(vit), "--to", "timm", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
     assert "test_vit for timm" in printed.out
     assert f'timm.create_model("local-dir:{tmp_path / "out"}", pretrained=True)' in printed.out
     assert printed.err == ""
-
-
-def test_refusals_of_the_command_are_one_line(small_resnet18, tmp_path, refuse):
-    line = refuse("export", "--model", small_resnet18, "--to", "timm", "--out", tmp_path / "out")
+    line = refuse("export", "--model", small_resnet18, "--to", "timm", "--out", tmp_path / "other")
     assert line.startswith("cdc-export: error: timm has no network")
-
-
-def test_the_command_offers_every_target():
-    assert tuple(exports.TARGETS) == TARGETS

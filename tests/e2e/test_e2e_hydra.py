@@ -177,23 +177,19 @@ def job(tmp_path, monkeypatch):
     return types.SimpleNamespace(end=end, ended=ended, write=write, failed=JobStatus.FAILED)
 
 
-def test_runs_of_before_are_left_alone(job):
+def test_runs_and_results_of_before_are_left_alone(job):
     old = job.write("old") / "args.json"
     os.utime(old, (time.time() - 3600,) * 2)
     new = job.write("new")
     assert job.end()[0][0][2:] == ["cdc_plugin", "--backbone", str(new), "--out", str(new / "cdc")]
+    (new / "cdc").mkdir()
+    assert job.end()[1][0][-1] == str(new / "cdc-2")
 
 
 def test_of_runs_at_the_same_time_the_one_with_this_config_is_taken(job):
     own = job.write("own")
     job.write("other", name="large")
     assert job.end()[0][0][4] == str(own)
-
-
-def test_results_of_before_are_kept(job):
-    run = job.write("0")
-    (run / "cdc").mkdir()
-    assert job.end()[0][0][-1] == str(run / "cdc-2")
 
 
 @pytest.mark.parametrize("runs", [(), ("a", "b")])
@@ -205,17 +201,12 @@ def test_where_the_run_folder_is_not_certain_nothing_is_started(job, caplog, run
     assert "the pretraining is complete: expected one run folder" in caplog.text
 
 
-def test_a_failed_job_and_other_ranks_start_nothing(job, monkeypatch):
+def test_a_failed_job_and_other_ranks_start_nothing_and_the_first_leaves_the_process_group(job, monkeypatch):
     job.write("0")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert not job.end()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    job.ended.status = job.failed
-    assert not job.end()
-
-
-def test_the_stage_does_not_join_the_process_group_of_the_pretraining(job, monkeypatch):
-    job.write("0")
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
     assert not {"WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK"} & set(job.end()[0][1])
+    job.ended.status = job.failed
+    assert len(job.end()) == 1

@@ -44,19 +44,12 @@ def squares(count=40):
     return images
 
 
-def test_the_callback_is_one_of_the_library_at_hand(library):
+def test_the_callback_is_one_of_the_library_in_use_and_without_any_one_line_says_what_to_install(library, monkeypatch):
     callback = RefineAtEnd(squares(), 2, input_size=8)
     assert isinstance(callback, Callback)
     assert isinstance(callback, RefineAtEnd)
-
-
-def test_of_two_libraries_the_one_in_use_is_taken(monkeypatch):
-    monkeypatch.delitem(sys.modules, "lightning.pytorch", raising=False)
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", types.SimpleNamespace(Callback=Callback))
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")  # now both could be imported, and one of them was
     assert lightning_callback.find_callback_base() is Callback
-
-
-def test_without_lightning_one_line_says_what_to_install(monkeypatch):
     for name in lightning_callback.LIBRARIES:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match="pip install lightning"):
@@ -92,7 +85,7 @@ def test_a_network_that_its_weights_tell_can_be_built_again_without_the_module(l
         assert load_model(tmp_path / "out").backbone.feature_dim == 512
 
 
-def test_a_network_with_familiar_weights_but_other_features_is_kept_as_it_is():
+def test_a_network_with_familiar_weights_but_other_features_is_kept_and_its_features_are_counted():
     class Doubled(nn.Sequential):
         def forward(self, images):
             return 2 * super().forward(images)
@@ -100,6 +93,8 @@ def test_a_network_with_familiar_weights_but_other_features_is_kept_as_it_is():
     module = Doubled(*list(torchvision.models.resnet18().children())[:-1])
     backbone = wrap_module(module, 32, None, None)
     assert identify_network(backbone) is backbone
+    assert (backbone.feature_dim, backbone.input_size, backbone.inferred) == (512, 32, ("mean", "std"))
+    assert wrap_module(module, 32, [0.5] * 3, [0.2] * 3).inferred == ()
 
 
 def test_only_the_first_process_makes_clusters(library, tmp_path):
@@ -127,12 +122,6 @@ def test_mistakes_are_refused_before_the_pretraining(library):
     callback = RefineAtEnd(squares(), 2, input_size=8)
     with pytest.raises(UserError, match=r"expected a network as Module.backbone, found None; it holds encoder"):
         callback.on_fit_start(None, pretrained(encoder=small_network()))
-
-
-def test_features_are_counted_and_a_normalisation_that_was_not_given_counts_as_assumed():
-    backbone = wrap_module(small_network(), 8, None, None)
-    assert (backbone.feature_dim, backbone.input_size, backbone.inferred) == (8, 8, ("mean", "std"))
-    assert wrap_module(small_network(), 8, [0.5] * 3, [0.2] * 3).inferred == ()
 
 
 @pytest.mark.parametrize("name", lightning_callback.LIBRARIES)

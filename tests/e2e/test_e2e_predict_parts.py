@@ -12,7 +12,7 @@ DRIVER = """
 import os, signal, sys
 import numpy as np
 from cdc_plugin.evaluation import predict_resume
-from cdc_plugin.evaluation import prediction_table as tables
+from cdc_plugin.evaluation import records as tables
 from cdc_plugin.cli.predict import predict_command
 
 predict_resume.PART = 16

@@ -28,8 +28,7 @@ EXPECTED["full disk"] = 2
 def disturb(kind: str, words: list[str], seconds: float, chance: random.Random) -> Ended:
     """Start a run with a fault at a random moment."""
     if kind == "full disk":
-        fault = Fault(chance.choice(DISK), "fill-disk", call=chance.randint(1, 12))
-        return refine(*words, fault=fault)
+        return refine(*words, fault=Fault(chance.choice(DISK), "fill-disk", call=chance.randint(1, 12)))
     if kind == "killed in a write":
         return refine(*words, fault=Fault("torch:save", "half-kill", call=chance.randint(1, 4)))
     started = Started(words)
@@ -86,14 +85,8 @@ def campaign(faults: int, seed: int) -> dict[str, object]:
                 assert_same_results(out, whole)
             except AssertionError as error:
                 wrong.append({"story": story, "errors": str(error)})
-    return {
-        "seed": seed,
-        "faults": faults,
-        "runs": runs,
-        "happened": dict(happened),
-        "came after the end": dict(too_late),
-        "wrong": wrong,
-    }
+    counts = {"happened": dict(happened), "came after the end": dict(too_late)}
+    return {"seed": seed, "faults": faults, "runs": runs, **counts, "wrong": wrong}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""SIGTERM, as clusters send it before they kill: the run saves its state, says so, and resumes later with the same
-result. SIGUSR1, which SLURM can send earlier, means the same.
-"""
+"""SIGTERM, which clusters send, and SIGUSR1, SLURM's early one: the run saves its state, and resumes to the same."""
 
 import re
 import signal
 
 import pytest
 
-from tests.helpers.fault_runs import BATCHES, EPOCHS, TRAIN_BATCH, Fault, Started, count_epochs, list_names, refine
+from tests.helpers.fault_runs import BATCHES, EPOCHS, TRAIN_BATCH, Fault, count_epochs, list_names, refine, refine_until
 
 
 def count_batches(folder) -> int:
@@ -51,11 +49,7 @@ def test_a_signal_at_any_moment_ends_the_run_and_keeps_what_is_finished(case, ou
 
 
 def test_the_early_signal_of_slurm_saves_too(case, out):
-    started = Started([*case.words, "--out", str(out)])
-    while started.running() and count_epochs(out) < 1:
-        pass
-    started.send(signal.SIGUSR1)
-    ended = started.end()
+    ended = refine_until(lambda: count_epochs(out) > 0, signal.SIGUSR1, *case.words, "--out", out)
     assert ended.code == 128 + signal.SIGUSR1, ended
     assert "stopped by SIGUSR1" in ended.last_line
     case.check(out)

@@ -33,8 +33,7 @@ def test_a_loss_that_is_nan_once_takes_the_run_back_one_epoch_at_lower_rates(cas
 @pytest.mark.parametrize("call", [3, STEPS + 3])
 def test_losses_that_stay_nan_end_the_run_in_one_line(case, out, call):
     fault = Fault(LOSS, "nan", call=call, times=0)
-    line = assert_refused(refine(*case.words, "--out", out, fault=fault), "NaN")
-    assert "lr_backbone" in line
+    assert_refused(refine(*case.words, "--out", out, fault=fault), "NaN", "lr_backbone")
     assert "report.json" not in list_names(out)
     assert count_epochs(out) == call // STEPS
 
@@ -43,8 +42,8 @@ def test_a_killed_run_at_lower_rates_resumes_at_these(case, tmp_path, out):
     """Rolling back must be part of the state: a killed and an undisturbed run with the same NaN end equal."""
     fault = Fault(LOSS, "nan", call=3)
     assert refine(*case.words, "--out", tmp_path / "whole", fault=fault).code == 0
-    code = refine(*case.words, "--out", out, fault=[fault, Fault("os:replace", matching="last.pt", call=3)]).code
-    assert code == -9
+    faults = [fault, Fault("os:replace", matching="last.pt", call=3)]
+    assert refine(*case.words, "--out", out, fault=faults).code == -9
     assert refine("--resume", "--out", out).code == 0
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
@@ -52,5 +51,5 @@ def test_a_killed_run_at_lower_rates_resumes_at_these(case, tmp_path, out):
 @pytest.mark.parametrize("action", ["exhaust-gpu", "exhaust-memory"])
 @pytest.mark.parametrize("target", [LOSS, "cdc_plugin.training.refiner:Refiner.compute_targets"])
 def test_too_little_memory_is_one_line_that_names_smaller_batches(case, out, action, target):
-    line = assert_refused(refine(*case.words, "--out", out, fault=Fault(target, action, call=5, times=0)), "memory")
-    assert "sub_batch_size=15" in line
+    fault = Fault(target, action, call=5, times=0)
+    assert_refused(refine(*case.words, "--out", out, fault=fault), "memory", "sub_batch_size=15")

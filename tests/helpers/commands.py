@@ -62,5 +62,5 @@ def names_in(folder) -> set[str]:
 
 
 def read_table(path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
         return list(csv.DictReader(file))

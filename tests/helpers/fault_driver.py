@@ -19,29 +19,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """What fails, and where.
+    """What fails, and where."""
 
-    Args:
-        target: ``module:function`` or ``module:Class.method``.
-        do: an action of `act`, the same after 'half-' of a file was written, or 'nan'.
-        call: the first matching call that fails, counted from 1.
-        times: how many calls fail; 0 for all that follow.
-        matching: text that must be found in the call's first two arguments.
-        after: the function runs first.
-        rank: of several processes, the one that fails.
-        once: a file that the fault creates; if it exists, nothing fails.
-        path: a file for actions that need one.
-    """
-
-    target: str
-    do: str = "kill"
-    call: int = 1
-    times: int = 1
-    matching: str = ""
-    after: bool = False
-    rank: int | None = None
-    once: str | None = None
-    path: str | None = None
+    target: str  # module:function or module:Class.method
+    do: str = "kill"  # an action of `act`, the same after half- of a file was written, or nan
+    call: int = 1  # the first matching call that fails
+    times: int = 1  # how many calls fail; 0 for all that follow
+    matching: str = ""  # text that must be found in the call's first two arguments
+    after: bool = False  # the function runs first
+    rank: int | None = None  # of several processes, the one that fails
+    once: str | None = None  # a file that the fault creates; if it exists, nothing fails
+    path: str | None = None  # a file for actions that need one
 
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}

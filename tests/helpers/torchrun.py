@@ -16,11 +16,7 @@ Watch = Callable[[subprocess.Popen[str]], None]
 def torchrun(
     processes: int, *words: object, restarts: int = 0, watch: Watch | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """So many processes, of which none may be left in the end.
-
-    Args:
-        watch: what to do while they run.
-    """
+    """Run so many processes, of which none may be left in the end; ``watch`` is called while they run."""
     mark = f"launched-{uuid.uuid4().hex}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARK": mark, **environment}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

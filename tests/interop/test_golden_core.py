@@ -124,9 +124,8 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
         return {key.removeprefix(prefix): value for key, value in given.items() if key.startswith(prefix)}
 
     stem = {"kernel": 3, "stride": 1, "padding": 1, "pool": True}
-    backbone, width = build(
-        {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [16, 32, 64, 128], "stem": stem}
-    )
+    spec = {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [16, 32, 64, 128], "stem": stem}
+    backbone, width = build(spec)
     heads = [ClusterHead(width, 512, 10) for _ in range(2)]
 
     def load_weights() -> None:
@@ -136,17 +135,9 @@ def test_one_training_call_ends_in_the_same_weights(monkeypatch):
     load_weights()
     split = given["mid/split_all"]
     monkeypatch.setattr(engine, "find_mini_clusters", lambda features, count, randomness: split)
-    config = ResolvedConfig(
-        clusters=10,
-        mini_clusters=int(split.max()) + 1,
-        sub_batch_size=30,
-        lr_heads=LR_HEADS,
-        lr_backbone=LR_BACKBONE,
-        schedule="constant",
-        batch_size=60,
-        epochs=1,
-        passes="full",
-    )
+    sizes = {"clusters": 10, "mini_clusters": int(split.max()) + 1, "sub_batch_size": 30, "batch_size": 60, "epochs": 1}
+    rates = {"lr_heads": LR_HEADS, "lr_backbone": LR_BACKBONE, "schedule": "constant"}
+    config = ResolvedConfig(**sizes, **rates, passes="full")
     refiner = engine.Refiner(backbone, *heads, config, Runtime(torch.device("cpu")), image_count=60)
     views = Views(given["in/val"], given["in/image"], given["in/image_augmented"], torch.arange(60))
     judged = refiner.compute_targets(views, torch.Generator())

@@ -11,7 +11,7 @@ from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import UserError
 from tests.helpers import SHARED
-from tests.helpers.checkpoint_builders.genuine import assert_features, needs_shared, original_images, unpack
+from tests.helpers.checkpoint_builders.genuine import assert_features, needs_shared, raw_images, unpack
 
 pytestmark = needs_shared
 EFFICIENTNET = SHARED / "weights" / "tf_efficientnet_lite0_imagenet_timm.pth"
@@ -57,7 +57,7 @@ def test_bare_backbones_are_settled_as_they_were_trained(name, mean, std):
 def test_paddings_that_no_shape_tells_apart_are_settled_by_images(tmp_path, case, prefix, padding):
     path, record, expected = unpack(case, tmp_path)
     checkpoint = bare_resnet(path, prefix)
-    found = infer_input(load_torchvision(checkpoint, Wanted()).backbone, original_images(record, expected))
+    found = infer_input(load_torchvision(checkpoint, Wanted()).backbone, raw_images(record, expected))
     stem = found.backbone.spec["stem"]
     assert (stem["padding"], stem["pool"], stem["stride"]) == (padding, False, 1)
     assert found.backbone.std.tolist() == pytest.approx(record["std"], abs=0.002)
@@ -66,7 +66,7 @@ def test_paddings_that_no_shape_tells_apart_are_settled_by_images(tmp_path, case
 
 def test_imagenet_normalisation_stays_where_images_do_not_speak_clearly(tmp_path):
     path, record, expected = unpack("torchvision-resnet18", tmp_path)
-    found = infer_input(load_backbone(path), original_images(record, expected))
+    found = infer_input(load_backbone(path), raw_images(record, expected))
     assert found.backbone.mean.tolist() == pytest.approx(record["mean"])
 
 

@@ -9,7 +9,7 @@ from cdc_plugin.evaluation.inspect import inspect
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from tests.helpers import SHARED
-from tests.helpers.checkpoint_builders.genuine import needs_shared, original_images, unpack
+from tests.helpers.checkpoint_builders.genuine import needs_shared, raw_images, unpack
 
 pytestmark = needs_shared
 
@@ -24,7 +24,7 @@ def with_padding(backbone, padding):
 @pytest.mark.parametrize(("case", "padding"), [("solo-mocov2plus-r18-cifar", 2), ("cdcfork-mocov2plus-r34-cifar", 1)])
 def test_paddings_and_statistics_that_a_file_states_are_verified(tmp_path, case, padding):
     path, record, expected = unpack(case, tmp_path)
-    images = original_images(record, expected)
+    images = raw_images(record, expected)
     backbone = load_checkpoint(path).backbone.eval()
     assert backbone.spec["stem"]["padding"] == padding
     assert check_input(backbone, images).verdict == "fits"
@@ -53,7 +53,7 @@ def test_images_of_another_kind_are_told():
 @pytest.mark.parametrize("case", ["cc", "lightly-simsiam-timm-r18"])
 def test_enlarged_images_are_told_from_those_of_the_training(tmp_path, case):
     path, record, expected = unpack(case, tmp_path)
-    images = original_images(record, expected)[:16].float()
+    images = raw_images(record, expected)[:16].float()
     large = torch.nn.functional.interpolate(images, size=128, mode="bilinear")
     found = check_input(load_checkpoint(path).backbone.eval(), large)
     assert found.variants[0].changed["input_size"] == record["input_size"]

@@ -18,19 +18,9 @@ from tests.helpers import ROOT
 
 # What a machine without GPU, wandb and downloads needs: solo-learn's scripts are made for several GPUs.
 CPU = [
-    "data.dataset=custom",
-    "data.val_path=null",
-    "data.num_workers=0",
-    "optimizer.batch_size=32",
-    "max_epochs=1",
-    "accelerator=cpu",
-    'devices="1"',
-    "strategy=auto",
-    "sync_batchnorm=False",
-    "precision=32",
-    "wandb.enabled=False",
-    "auto_resume.enabled=False",
-    "+enable_progress_bar=False",
+    *("data.dataset=custom", "data.val_path=null", "data.num_workers=0", "optimizer.batch_size=32", "max_epochs=1"),
+    *("accelerator=cpu", 'devices="1"', "strategy=auto", "sync_batchnorm=False", "precision=32"),
+    *("wandb.enabled=False", "auto_resume.enabled=False", "+enable_progress_bar=False"),
 ]
 
 
@@ -65,9 +55,7 @@ def folder(tmp_path_factory, digits, write_images):
 def run(where, *words):
     paths = os.pathsep.join([str(ROOT), str(solo_learn())])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=where, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *words], cwd=where, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -68,16 +68,12 @@ def test_the_public_names_are_there():
         assert issubclass(getattr(cdc_plugin, kind), cdc_plugin.UserError)
 
 
-def test_a_run_writes_its_files_and_no_other(finished):
+def test_a_run_writes_its_files_and_the_report_it_returns(finished):
     report, _ = finished
     assert isinstance(report, Report)
     assert {path.name for path in report.folder.iterdir()} == set(RESULT_FILES) - {"trackers.json"}
     lines = (report.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
-
-
-def test_the_report_on_disk_is_the_one_returned_and_has_its_keys(finished):
-    report, _ = finished
     stored = json.loads((report.folder / "report.json").read_text(encoding="utf-8"))
     assert stored == report.metrics
     check_record(stored, "refinement")
@@ -88,15 +84,11 @@ def test_the_report_on_disk_is_the_one_returned_and_has_its_keys(finished):
     assert (stored["images"], stored["clusters"], stored["labels"], stored["skipped"]) == (60, 3, False, [])
 
 
-def test_predictions_agree_with_the_model_that_was_saved(finished, digits):
-    report, _ = finished
+def test_predictions_agree_with_the_model_and_the_config_leaves_no_number_open(finished, digits):
+    report, settings = finished
     probs = load_model(report.folder).predict_proba(digits[0][:60])
     assert report.predictions["cluster"].tolist() == probs.argmax(axis=1).tolist()
     np.testing.assert_allclose(report.predictions["confidence"], probs.max(axis=1), atol=1e-5)
-
-
-def test_the_config_on_disk_leaves_no_number_open(finished):
-    report, settings = finished
     stored = yaml.safe_load((report.folder / "config.yaml").read_text(encoding="utf-8"))
     open_settings = {name for name, value in stored.items() if value is None}
     assert open_settings <= {"format", "arch", "branch", "head", "data_root"}
@@ -182,11 +174,17 @@ def test_a_module_of_ones_own_without_batchnorm(tmp_path, digits, frozen):
         load_model(report.folder)
 
 
-def test_a_torch_data_set_with_labels(tmp_path, digits, tiny_backbone):
+def test_a_torch_data_set_with_labels_and_zero_epochs_and_the_module_of_the_caller_is_left_alone(
+    tmp_path, digits, tiny_backbone
+):
+    before = {name: tensor.clone() for name, tensor in tiny_backbone.state_dict().items()}
     report = refine(tiny_backbone, Digits(digits[0][:40], digits[1][:40]), 2, out=tmp_path / "out", **QUICK)
     assert report.metrics["data"] == "Digits"
     assert report.metrics["labels"] is True
     assert report.predictions.dtype.names[0] == "index"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_backbone.state_dict().items())
+    report = refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "none", **{**QUICK, "epochs": 0})
+    assert report.metrics["after"]["calibration_head"] == report.metrics["before"]["calibration_head"]
 
 
 def test_a_frozen_backbone_keeps_its_weights_and_resumes_to_the_same_bytes(tmp_path, digits, tiny_backbone):
@@ -200,22 +198,11 @@ def test_a_frozen_backbone_keeps_its_weights_and_resumes_to_the_same_bytes(tmp_p
     assert read_weights(tmp_path / "b") == read_weights(tmp_path / "a")
 
 
-def test_zero_epochs_give_the_initialised_clusters(tmp_path, digits, tiny_backbone):
-    report = refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "out", **{**QUICK, "epochs": 0})
-    assert report.metrics["after"]["calibration_head"] == report.metrics["before"]["calibration_head"]
-
-
 def test_identical_images_end_with_a_warning_in_the_log_and_no_nan(tmp_path, tiny_backbone):
     pixels = np.full((30, 32, 32, 3), 90, dtype=np.uint8)
     report = refine(tiny_backbone, pixels, 2, out=tmp_path / "out", **QUICK)
     assert "collapsed" in (tmp_path / "out" / "train.log").read_text()
     assert np.isfinite(report.predictions["confidence"]).all()
-
-
-def test_training_leaves_the_module_of_the_caller_as_it_was(tmp_path, digits, tiny_backbone):
-    before = {name: tensor.clone() for name, tensor in tiny_backbone.state_dict().items()}
-    refine(tiny_backbone, digits[0][:60], clusters=3, out=tmp_path / "run", **QUICK)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_backbone.state_dict().items())
 
 
 def test_a_bare_module_and_features_that_are_not_finite_are_refused(tmp_path, digits):
@@ -235,13 +222,12 @@ def test_a_bare_module_and_features_that_are_not_finite_are_refused(tmp_path, di
         (3, {}, "3 readable images, too few for 2 clusters"),
     ],
 )
-def test_a_request_that_cannot_be_run_leaves_no_folder(tmp_path, digits, tiny_backbone, count, changes, message):
+def test_a_request_that_cannot_be_run_or_resumed_leaves_no_folder(
+    tmp_path, digits, tiny_backbone, count, changes, message
+):
     with pytest.raises(UserError, match=message):
         refine(tiny_backbone, digits[0][:count], **{"clusters": 2, "out": tmp_path / "out", **QUICK, **changes})
     assert not (tmp_path / "out" / "config.yaml").exists()
-
-
-def test_resume_without_a_run_asks_for_what_a_start_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"missing backbone=.*data="):
         run(configure(flags={"out": tmp_path / "empty"}), resume=True)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import has_shortcuts, rename_shortcuts
-from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, is_resnet, resnet_spec
+from cdc_plugin.checkpoints.formats.torchvision import IMAGENET_MEAN, IMAGENET_STD, RESNETS, is_resnet, resnet_spec
 from cdc_plugin.checkpoints.infer.from_weights import inner_share, last_side
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.weights import build_backbone, load_strictly
@@ -19,13 +19,6 @@ from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import LayeredHead
 
 CONVOLUTION = re.compile(r"(conv\d|downsample\.0)\.weight$")
-KNOWN_DEPTHS = {
-    ("basic", 2, 2, 2, 2): 18,
-    ("basic", 3, 4, 6, 3): 34,
-    ("bottleneck", 3, 4, 6, 3): 50,
-    ("bottleneck", 3, 4, 23, 3): 101,
-    ("bottleneck", 3, 8, 36, 3): 152,
-}
 # 3x3 stems of SCAN and its many descendants: for CIFAR without a pool, for STL-10 with one of 2x2.
 CIFAR_STEM = {"stride": 1, "padding": 1, "pool": False}
 STL_STEM = {"stride": 1, "padding": 1, "pool": True, "pool_kernel": 2}
@@ -33,19 +26,13 @@ STL_STEM = {"stride": 1, "padding": 1, "pool": True, "pool_kernel": 2}
 
 @dataclass(frozen=True)
 class Convention:
-    """How a framework presents one of its data sets to the network.
+    """How a framework presents one of its data sets to the network."""
 
-    Args:
-        names: ways to write the name of the data set.
-        size: side of the images.
-        stem: stem of the framework's network for it, where that is a small one.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # ways to write the name of the data set
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    size: int
-    stem: Mapping[str, Any] = field(default_factory=dict)
+    size: int  # side of the images
+    stem: Mapping[str, Any] = field(default_factory=dict)  # of the framework's network for it, where a small one
 
 
 @dataclass(frozen=True)
@@ -93,11 +80,9 @@ def load_resnet(
 ) -> tuple[Backbone, float, dict[str, str]]:
     """Return the ResNet below a prefix, the share of its weights that matched, and where its facts come from.
 
-    Args:
-        small, large: the framework's data sets for networks with a stem for small and for large images, the more usual
-            one first.
-        known: facts that are the same for all its data sets.
-        shortcuts: its own small networks say ``shortcut``; in others, which users put in their frame, the stem is open.
+    Stems for small and for large images belong to the data sets ``small`` and ``large``, the more usual one first;
+    ``known`` facts are the same for all. Where the framework's own small networks say ``shortcut``, others, which users
+    put in their frame, have an open stem.
     """
     inner = rename_to_torchvision(checkpoint, prefix)
     spec = resnet_shape(inner, wanted, framework)
@@ -167,16 +152,14 @@ def resnet_shape(checkpoint: Checkpoint, wanted: Wanted, framework: str) -> dict
         raise CheckpointError(f"expected a complete ResNet of {framework} in {source}, found {sample}; copy it again")
     spec, _ = resnet_spec(state)
     # Lost blocks leave a shallower network, which no framework has.
-    number = KNOWN_DEPTHS.get((spec["block"], *spec["depths"]))
-    if number is None:
+    name = next((name for name, kind in RESNETS.items() if kind == (spec["block"], spec["depths"])), None)
+    if name is None:
         raise CheckpointError(
             f"the ResNet of {framework} in {source} has {spec['depths']} blocks per stage, unlike any known one; "
             "copy it again"
         )
-    if wanted.arch not in (None, f"resnet{number}"):
-        raise CheckpointError(
-            f"{option('arch', wanted.arch)} does not fit {source}, which holds resnet{number}; leave it out"
-        )
+    if wanted.arch not in (None, name):
+        raise CheckpointError(f"{option('arch', wanted.arch)} does not fit {source}, which holds {name}; leave it out")
     return spec
 
 

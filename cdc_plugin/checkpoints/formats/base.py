@@ -11,69 +11,42 @@ from cdc_plugin.models.backbone import Backbone
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asks of a checkpoint; None leaves the choice to the file.
-
-    Args:
-        arch: name of the network.
-        branch: ``online`` or ``momentum``, where a file holds a network and its moving average (also called
-            EMA, teacher or target); None: the one that the framework itself evaluates.
-        head: which of several clustering heads.
-        clusters: number of clusters of the head to take.
-        partial: accept a backbone although some of its weights are missing.
-    """
+    """What the user asks of a checkpoint; None leaves the choice to the file."""
 
     arch: str | None = None
+    # ``online`` or ``momentum``, the moving average (EMA, teacher, target); None: what the framework itself evaluates.
     branch: str | None = None
-    head: int | None = None
-    clusters: int | None = None
-    partial: bool = False
+    head: int | None = None  # which of several clustering heads
+    clusters: int | None = None  # of the head to take
+    partial: bool = False  # accept a backbone although some of its weights are missing
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a checkpoint states about itself, in words.
+    """What a checkpoint states about itself, in words."""
 
-    Args:
-        writer: framework, version and method, as far as known: "solo-learn (mocov2plus)".
-        epoch: number of epochs trained.
-        why: where a fact comes from, by name (mean, std, input_size, stem, head, branch, ...).
-        network: the network in words, if not those of `describe`.
-    """
-
-    writer: str
+    writer: str  # framework, version and method, as far as known: "solo-learn (mocov2plus)"
     epoch: int | None = None
-    why: Mapping[str, str] = field(default_factory=dict)
-    network: str = ""
+    why: Mapping[str, str] = field(default_factory=dict)  # source of a fact: mean, std, input_size, stem, head, ...
+    network: str = ""  # if not in the words of `describe`
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A network read from a checkpoint.
-
-    Args:
-        heads: none, one (of another clustering method), or two (clustering and calibration).
-        matched: share of the backbone's weights that the checkpoint has; below 1 only if the user allowed it.
-        format, head_clusters: set by ``load_checkpoint``: the format that read it, the number of clusters of each head.
-    """
+    """A network read from a checkpoint; ``load_checkpoint`` sets ``format`` and ``head_clusters``."""
 
     backbone: Backbone
     origin: Origin
-    heads: tuple[nn.Module, ...] = ()
-    matched: float = 1.0
+    heads: tuple[nn.Module, ...] = ()  # none, one (of another clustering method), or clustering and calibration
+    matched: float = 1.0  # share of the backbone's weights that the checkpoint has; below 1 only if the user allowed it
     format: str = ""
     head_clusters: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """How one framework writes its networks.
+    """How one framework writes its networks."""
 
-    Args:
-        matches: whether a checkpoint is of this format; never raises for a foreign one.
-        load: build the network inside.
-        knows: whether an architecture name belongs to the format; None where names play no role.
-    """
-
-    matches: Callable[[Checkpoint], bool]
+    matches: Callable[[Checkpoint], bool]  # never raises for a foreign checkpoint
     load: Callable[[Checkpoint, Wanted], Loaded]
-    knows: Callable[[str], bool] | None = None
+    knows: Callable[[str], bool] | None = None  # whether it has an architecture; None where names play no role

@@ -1,8 +1,4 @@
-"""Backbones inside the models of lightly's users and in the releases of well-known self-supervised methods.
-
-lightly leaves the model to its user: a Lightning module with a ``backbone`` of torchvision, timm or lightly,
-often as nn.Sequential with numbers for names. MoCo, DINO, SwAV, BYOL and others keep theirs below a prefix too.
-"""
+"""Backbones below a prefix: in Lightning modules of lightly's users, in files of MoCo, DINO, SwAV, BYOL and others."""
 
 from dataclasses import replace
 from typing import Any

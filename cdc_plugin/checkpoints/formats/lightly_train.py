@@ -47,17 +47,13 @@ def load_lightly_train(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     facts["input_size"] = "inferred from its position embeddings" if by_positions else "usual for this network"
     version, epoch = record.get("version"), whole_number(payload.get("epoch"))
     writer = f"lightly-train {version}" if isinstance(version, str) else "lightly-train"
-    origin = Origin(
-        writer, epoch if epoch is None else epoch + 1, {**loaded.origin.why, **facts}, loaded.origin.network
-    )
+    trained = None if epoch is None else epoch + 1
+    origin = Origin(writer, trained, {**loaded.origin.why, **facts}, loaded.origin.network)
     return replace(loaded, backbone=backbone, origin=origin)
 
 
 def _average_patches(loaded: Loaded) -> Loaded:
-    """Return a timm vision transformer whose features are the mean of its patch tokens.
-
-    lightly-train trains these; the class token, which timm would take, is never used there.
-    """
+    """Return a timm transformer that averages its patch tokens, as lightly-train does, instead of its class token."""
     backbone = loaded.backbone
     spec = backbone.spec or {}
     weights = backbone.module.state_dict()
@@ -77,11 +73,8 @@ def read_module_state(module: Any, prefix: str = "") -> dict[str, Tensor]:
     if prefix.count(".") > DEEPEST:  # records may hold each other
         return {}
     fields = payload_fields(module)
-    state: dict[str, Tensor] = {}
-    for kind in ("_parameters", "_buffers"):
-        for name, value in payload_fields(fields.get(kind)).items():
-            if isinstance(value, Tensor):
-                state[f"{prefix}{name}"] = value
+    own = payload_fields(fields.get("_parameters")) | payload_fields(fields.get("_buffers"))
+    state = {f"{prefix}{name}": value for name, value in own.items() if isinstance(value, Tensor)}
     for name, part in payload_fields(fields.get("_modules")).items():
         state |= read_module_state(part, f"{prefix}{name}.")
     return state

@@ -49,7 +49,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], source: str) -> Backbone:
+def rebuild_backbone(description: dict[str, Any], tensors: dict[str, Tensor], source: str) -> Backbone:
     """Return the backbone of a result folder, with the input convention it was refined with."""
     record = description["backbone"]
     if not isinstance(record.get("spec"), dict):
@@ -65,7 +65,7 @@ def native_backbone(description: dict[str, Any], tensors: dict[str, Tensor], sou
     return build_backbone(record["spec"], weights, source, *facts)[0]
 
 
-def native_heads(
+def rebuild_heads(
     description: dict[str, Any], tensors: dict[str, Tensor], feature_dim: int, source: str
 ) -> tuple[nn.Module, nn.Module]:
     """Return clustering and calibration head of a result folder."""
@@ -81,7 +81,7 @@ def native_heads(
     return heads[0], heads[1]
 
 
-def native_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
+def rebuild_prototypes(tensors: dict[str, Tensor], feature_dim: int, source: str) -> Prototypes | None:
     """Return the prototypes of a result folder; None if it has none."""
     stored = strip_prefix(tensors, "prototypes.")
     if not stored:
@@ -151,10 +151,10 @@ def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     else:
         description = checkpoint.sidecar[name]
         _check_description(description, checkpoint.path.with_name(name))
-    backbone = native_backbone(description, checkpoint.state, str(checkpoint.path))
+    backbone = rebuild_backbone(description, checkpoint.state, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
     if description.get("heads"):  # others may write a backbone alone
-        heads = native_heads(description, checkpoint.state, backbone.feature_dim, str(checkpoint.path))
+        heads = rebuild_heads(description, checkpoint.state, backbone.feature_dim, str(checkpoint.path))
     provenance = description.get("provenance") or {}
     why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {name}")
     writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"

@@ -12,14 +12,10 @@ STEMS_BY_POSITION: dict[int, dict[str, Any]] = {4: {}, 3: {"pool": False}, 2: {"
 # ResNets with this name for their projections, lightly's among them, are built for small images.
 SHORTCUT_STEM = {"stride": 1, "padding": 1, "pool": False}
 SHORTCUT = re.compile(r"(layer\d\.\d+)\.shortcut\.")
-NUMBERED = re.compile(r"(\d+)\.(.+)")
 
 
 def rename_resnet(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the weights under torchvision's names, and the facts about the stem that the old names imply.
-
-    Weights of other networks are returned unchanged.
-    """
+    """Return weights of a ResNet under torchvision's names, and the facts about its stem that the old names imply."""
     named, stem = rename_places(state)
     if has_shortcuts(named):
         named = {key: value for key, value in rename_shortcuts(named).items() if not key.startswith("linear.")}
@@ -49,12 +45,9 @@ def rename_places(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     first = blocks[0] if blocks else 0
     if "0.weight" not in state or first not in STEMS_BY_POSITION or blocks != list(range(first, first + 4)):
         return dict(state), {}
-    names = {0: "conv1", 1: "bn1"} | {position: f"layer{position - first + 1}" for position in blocks}
-    renamed = {}
-    for key, value in state.items():
-        match = NUMBERED.fullmatch(key)
-        name = names.get(int(match[1])) if match else None
-        renamed[f"{name}.{match[2]}" if match and name else key] = value
+    names = {"0": "conv1", "1": "bn1"} | {f"{position}": f"layer{position - first + 1}" for position in blocks}
+    parts = {key: key.partition(".") for key in state}
+    renamed = {f"{names.get(place, place)}{dot}{rest}": state[key] for key, (place, dot, rest) in parts.items()}
     return renamed, dict(STEMS_BY_POSITION[first])
 
 

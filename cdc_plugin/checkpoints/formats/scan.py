@@ -1,7 +1,4 @@
-"""SCAN (Van Gansbeke et al., 2020): pretext networks, clustering networks with their heads, self-labelled ones.
-
-NNM and other methods built on its code use the same names.
-"""
+"""SCAN (Van Gansbeke et al., 2020), all three stages, and methods built on its code, as NNM."""
 
 from torch import nn
 
@@ -32,7 +29,6 @@ def load_scan(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
 
 
 def _head_sizes(checkpoint: Checkpoint) -> list[int]:
-    """Return the number of clusters of each head, in their order."""
     state = checkpoint.below("cluster_head.").state
     count = len({key.split(".")[0] for key in state})
     weights = [state[name] for name in (f"{number}.weight" for number in range(count)) if name in state]

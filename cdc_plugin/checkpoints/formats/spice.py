@@ -1,7 +1,4 @@
-"""SPICE (Niu et al., 2022): MoCo pretraining, SPICE-Self with one or ten heads, SPICE-Semi by FixMatch.
-
-Files of MoCo's own code have the same names and are read here as well.
-"""
+"""SPICE (Niu et al., 2022): MoCo pretraining, as MoCo's own code writes it, SPICE-Self, SPICE-Semi by FixMatch."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -91,12 +88,7 @@ def load_semi(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
 
 
 def _find_small(original: Mapping[str, Tensor], arch: Any, clusters: int | None) -> Sequence[Convention]:
-    """Return the data sets that SPICE uses with a small ResNet, their stems included.
-
-    Args:
-        original: the weights under SPICE's names.
-        arch: the name that MoCo's script stores, if any.
-    """
+    """Return the data sets that SPICE uses with a small ResNet; ``arch`` is what MoCo's script stores, if anything."""
     if not any(".shortcut." in key for key in original):  # its ClusterResNet, which pools for every data set
         pooled = (STL10, replace(CIFAR, stem=STL_STEM), TINY_IMAGENET)
         return {20: pooled[1:2], 200: pooled[2:]}.get(clusters or 0, pooled)

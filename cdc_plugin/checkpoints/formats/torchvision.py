@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,8 +40,15 @@ CANDIDATES = {
 }
 # The usual number of attention heads by width; no shape reveals it.
 USUAL_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
+RESNETS = {
+    "resnet18": ("basic", [2, 2, 2, 2]),
+    "resnet34": ("basic", [3, 4, 6, 3]),
+    "resnet50": ("bottleneck", [3, 4, 6, 3]),
+    "resnet101": ("bottleneck", [3, 4, 23, 3]),
+    "resnet152": ("bottleneck", [3, 8, 36, 3]),
+}
 # Known depths; with others a block may have been lost, which every strict load would accept.
-RESNET_DEPTHS = ([1, 1, 1, 1], [2, 2, 2, 2], [3, 4, 6, 3], [3, 4, 23, 3], [3, 8, 36, 3], [3, 24, 36, 3])
+RESNET_DEPTHS = ([1, 1, 1, 1], [3, 24, 36, 3], *(depths for _, depths in RESNETS.values()))
 TRANSFORMER_DEPTHS = (6, 12, 24, 32)
 
 
@@ -93,7 +100,11 @@ def _resnet_by_shapes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], tupl
 
 def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """Return the spec of the torchvision network, other than a ResNet, that has these names and shapes."""
-    for spec in _plausible(state):
+    names = [name for anchor, names in CANDIDATES.items() if anchor in state for name in names]
+    specs = [_named_spec(name, state) for name in names]
+    if TRANSFORMER in state and (by_shapes := _transformer_by_shapes(state)) is not None:
+        specs.append(by_shapes)
+    for spec in specs:
         try:
             if not compare(skeleton(spec), state):
                 return spec
@@ -103,10 +114,7 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
-    """Return a backbone from a state dict with torchvision's names, fed as for ImageNet.
-
-    ``stem`` has facts about a ResNet's stem that the file shows in other ways than by shapes.
-    """
+    """Return a backbone under torchvision's names, fed as for ImageNet; older names may have shown its ``stem``."""
     state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()
     spec: dict[str, Any] | None
@@ -149,14 +157,6 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     return Loaded(backbone, Origin("torchvision", why=why), matched=matched)
 
 
-def _plausible(state: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    for anchor, names in CANDIDATES.items():
-        if anchor in state:
-            yield from (_named_spec(name, state) for name in names)
-    if TRANSFORMER in state and (spec := _transformer_by_shapes(state)) is not None:
-        yield spec
-
-
 def _named_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     spec: dict[str, Any] = {"family": "torchvision", "name": name}
     side = _transformer_side(state)
@@ -180,15 +180,8 @@ def _transformer_by_shapes(state: Mapping[str, Tensor]) -> dict[str, Any] | None
     layers = {key.split(".")[2] for key in state if key.startswith("encoder.layers.")}
     if width not in USUAL_HEADS or len(layers) not in TRANSFORMER_DEPTHS:
         return None
-    return {
-        "family": "torchvision_vit",
-        "image_size": side,
-        "patch_size": patch,
-        "num_layers": len(layers),
-        "num_heads": USUAL_HEADS[width],
-        "hidden_dim": width,
-        "mlp_dim": inner.shape[0],
-    }
+    spec = {"family": "torchvision_vit", "image_size": side, "patch_size": patch, "num_layers": len(layers)}
+    return spec | {"num_heads": USUAL_HEADS[width], "hidden_dim": width, "mlp_dim": inner.shape[0]}
 
 
 def _check_named_resnet(arch: str, spec: dict[str, Any], checkpoint: Checkpoint) -> None:

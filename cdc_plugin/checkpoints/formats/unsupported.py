@@ -7,7 +7,7 @@ from cdc_plugin.errors import CheckpointError, option
 
 
 def refuse_temi(checkpoint: Checkpoint, _wanted: Wanted) -> Loaded:
-    """Refuse the heads of TEMI, which are trained on precomputed embeddings of a published network."""
+    """Refuse the heads of TEMI."""
     arch = payload_fields(payload_fields(checkpoint.payload).get("args")).get("arch")
     network = f" ({arch})" if isinstance(arch, str) else ""
     raise CheckpointError(
@@ -17,7 +17,7 @@ def refuse_temi(checkpoint: Checkpoint, _wanted: Wanted) -> Loaded:
 
 
 def refuse_turtle(checkpoint: Checkpoint, _wanted: Wanted) -> Loaded:
-    """Refuse the heads of TURTLE, one linear layer per space of precomputed representations."""
+    """Refuse the heads of TURTLE."""
     raise CheckpointError(
         f"{checkpoint.path} holds linear heads of TURTLE on representations of other networks, not those networks; "
         f"pass one of them, as {option('backbone', 'timm:NAME')}, and the number of clusters"

@@ -1,8 +1,4 @@
-"""Measure how well images fit a network, without labels, by the statistics that its BatchNorm layers remember.
-
-A network that is rebuilt or fed otherwise than in its training shows other activations. ``Comparison`` measures
-variants of a network; ``resolve`` decides with it.
-"""
+"""Measure how well images fit a network, without labels, by the statistics that its BatchNorm layers remember."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -35,19 +31,14 @@ CLOSE_RATIO, CLOSE_VARIANTS = 1.5, 4
 
 
 class Comparison:
-    """Mismatches between images and variants of a backbone: other stems, normalisations and image sizes.
-
-    Args:
-        pixels: (N, 3, S, S) in 0..255, as the backbone sees them. Their own mean and std are taken over all, the
-            network sees an even sample.
-        normalisations: names of the normalisations compared, with their mean and std; "given" is the backbone's.
-    """
+    """Mismatches between images (N, 3, S, S) in 0..255 and variants of a backbone: stem, normalisation, image size."""
 
     def __init__(self, backbone: Backbone, pixels: Tensor, normalisations: Mapping[str, Normalisation]) -> None:
         if pixels.ndim != 4 or pixels.shape[1] != 3 or len(pixels) == 0:
             raise DataError(f"expected images of shape (N, 3, S, S), found {tuple(pixels.shape)}")
         self.backbone = backbone
-        self.normalisations: dict[str, Normalisation] = {}  # without twins, which agree within 0.01 in every number
+        # Without twins, which agree within 0.01 in every number; "given" is the backbone's own.
+        self.normalisations: dict[str, Normalisation] = {}
         for name, pair in {"given": input_of(backbone), **normalisations}.items():
             others = self.normalisations.values()
             if all((torch.tensor(pair) - torch.tensor(other)).abs().max() > 0.01 for other in others):
@@ -77,13 +68,11 @@ class Comparison:
         """Measure the variants close to the best, and some always, on more images; return all, best first."""
         if len(self.more) > len(self.few):
             limit = CLOSE_RATIO * min(self.mismatches.values())
-            close = [variant for variant in self._ranked() if self.mismatches[variant] <= limit][:CLOSE_VARIANTS]
+            ranked = sorted(self.mismatches, key=self.mismatches.__getitem__)
+            close = [variant for variant in ranked if self.mismatches[variant] <= limit][:CLOSE_VARIANTS]
             for variant in {*always, *close}:
                 self.mismatches[variant] = self._measure(variant, self.more)
-        return self._ranked()
-
-    def _ranked(self) -> list[Variant]:
-        return sorted(self.mismatches, key=lambda variant: self.mismatches[variant])
+        return sorted(self.mismatches, key=self.mismatches.__getitem__)
 
     def _measure(self, variant: Variant, pixels: Tensor) -> float:
         facts = dict(variant)
@@ -102,9 +91,7 @@ def batchnorm_mismatch(backbone: nn.Module, images: Tensor) -> float:
     """Return how far activations are from what the BatchNorm layers remember, averaged over layers; 0 is agreement.
 
     A layer counts the mean over its channels of |difference of means| / deviation + |log ratio of variances|.
-
-    Args:
-        images: (N, 3, H, W), normalised.
+    The images (N, 3, H, W) are normalised.
 
     >>> layer = nn.BatchNorm2d(1, eps=0.0)  # remembers mean 0 and variance 1
     >>> batchnorm_mismatch(layer, torch.tensor([1.0, 3.0]).view(2, 1, 1, 1))  # mean 2, variance 1

@@ -22,10 +22,9 @@ TRUSTED_FIT = 0.5
 
 @dataclass(frozen=True)
 class PoolGuess:
-    """Whether a max-pool follows the stem, the ratio that speaks for it, and whether it speaks clearly."""
+    """Whether a max-pool follows the stem, and whether the statistics show it clearly."""
 
     kept: bool
-    ratio: float
     clear: bool
 
 
@@ -50,7 +49,7 @@ def pool_by_weights(state: Mapping[str, Tensor]) -> PoolGuess:
     """
     names = ("bn1.bias", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.running_mean")
     if any(name not in state for name in (*names, "layer1.0.bn1.running_var")):
-        return PoolGuess(kept=False, ratio=float("nan"), clear=False)
+        return PoolGuess(kept=False, clear=False)
     shift, scale, weight, seen = (state[name].double() for name in names)
     deviation = (state["layer1.0.bn1.running_var"].double() + 1e-5).sqrt()
     summed = weight.sum(dim=(2, 3))  # (out, in)
@@ -61,7 +60,7 @@ def pool_by_weights(state: Mapping[str, Tensor]) -> PoolGuess:
     ratio = float(plain / pooled.clamp_min(1e-12))
     untrained = bool((seen == 0).all())  # statistics as initialised say nothing
     clear = not untrained and not SURELY_NONE < ratio < SURELY_POOL
-    return PoolGuess(kept=not untrained and ratio > UNDECIDED, ratio=ratio, clear=clear)
+    return PoolGuess(kept=not untrained and ratio > UNDECIDED, clear=clear)
 
 
 def inner_share(state: Mapping[str, Tensor]) -> float | None:

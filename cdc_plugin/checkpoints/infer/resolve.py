@@ -1,8 +1,4 @@
-"""Decide by a look at the images what a checkpoint left open, doubt what it stated: size, stem, normalisation.
-
-``infer_input`` compares all values of the open facts and changes the backbone; ``check_input`` changes one fact at a
-time, stated ones included, and only reports.
-"""
+"""Decide by a look at the images what a checkpoint left open, doubt what it stated: size, stem, normalisation."""
 
 import itertools
 import logging
@@ -61,23 +57,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Resolution:
-    """The backbone to use, and what was compared.
-
-    Args:
-        backbone: the best variant, or the one passed in where the comparison decides nothing.
-        reason: one sentence for the log.
-        decided: the facts decided, by name ("mean", "stem.pool", ...), each with its value.
-        margins: for each open fact, mismatch of the best other value divided by the best mismatch.
-        mismatch: of the best variant; NaN if nothing was compared.
-        compared: the variants tried on the whole network, best first.
-    """
+    """The backbone to use (the given one where the comparison decides nothing), and what was compared."""
 
     backbone: Backbone
-    reason: str
-    decided: dict[str, Any] = field(default_factory=dict)
-    margins: dict[str, float] = field(default_factory=dict)
-    mismatch: float = float("nan")
-    compared: tuple[dict[str, Any], ...] = ()
+    reason: str  # for the log
+    decided: dict[str, Any] = field(default_factory=dict)  # values by name: "mean", "stem.pool", ...
+    mismatch: float = float("nan")  # of the best variant
+    compared: tuple[dict[str, Any], ...] = ()  # variants tried on the whole network, best first
 
 
 @dataclass(frozen=True)
@@ -91,25 +77,17 @@ class CheckedVariant:
 
 @dataclass(frozen=True)
 class InputCheck:
-    """The result of the comparison.
+    """The result of the comparison."""
 
-    Args:
-        verdict: ``fits``, ``other`` (another variant clearly fits better), ``unlike`` (no variant fits),
-            ``untrained`` (statistics as initialised) or ``unknown`` (nothing to compare with).
-        words: the verdict in a sentence.
-        variants: best first; the one with nothing changed is the network as it was loaded.
-    """
-
-    verdict: str
+    verdict: str  # fits, other (another variant fits better), unlike (none fits), untrained, unknown (no statistics)
     words: str
-    variants: tuple[CheckedVariant, ...] = ()
+    variants: tuple[CheckedVariant, ...] = ()  # best first; with nothing changed it is the network as it was loaded
 
 
 def adopt_native_size(backbone: Backbone, source: Any, root: str | None = None) -> None:
-    """Set ``input_size`` to the images' own size where the checkpoint left it open and the network is for small images.
+    """Set ``input_size`` to the images' own size where it is open and stem or BatchNorm are for small images.
 
-    A network trained on 224 px sees next to nothing at 32. Where the stem does not decide, the statistics that the
-    BatchNorm layers remember do.
+    A network trained on 224 px sees next to nothing at 32.
     """
     size = native_size(source) if "input_size" in backbone.inferred else None
     if size is None or size > 96 or size == backbone.input_size:
@@ -132,8 +110,7 @@ def resolve_input(backbone: Backbone, images: ImageSet) -> Backbone:
 def infer_input(backbone: Backbone, pixels: Tensor) -> Resolution:
     """Decide the facts in ``backbone.inferred`` that BatchNorm statistics show, leave the others alone.
 
-    Args:
-        pixels: (N, 3, S, S) in 0..255, as the backbone will see them, better 256 than fewer.
+    The pixels are (N, 3, S, S) in 0..255, as the backbone will see them, better 256 images than fewer.
     """
     open_mean = {"mean", "std"} <= set(backbone.inferred)
     comparison = Comparison(backbone, pixels, candidate_normalisations(pixels) if open_mean else {})
@@ -148,11 +125,7 @@ def infer_input(backbone: Backbone, pixels: Tensor) -> Resolution:
 
 
 def check_input(backbone: Backbone, pixels: Tensor) -> InputCheck:
-    """Compare the network with variants of its stem, normalisation and image size, stated facts included.
-
-    Args:
-        pixels: (N, 3, S, S) in 0..255, as the backbone sees them, better 256 than fewer.
-    """
+    """Compare the network, stated facts included, with variants that differ in one fact or a few; change nothing."""
     if not has_statistics(backbone):
         return InputCheck("unknown", "the network has no BatchNorm statistics to compare with")
     layers = [layer for layer in backbone.modules() if isinstance(layer, nn.BatchNorm2d)]
@@ -178,7 +151,6 @@ def check_input(backbone: Backbone, pixels: Tensor) -> InputCheck:
 def _decide(comparison: Comparison, compared: list[dict[str, Any]], facts: list[str]) -> Resolution:
     backbone, best = comparison.backbone, compared[0]
     present = {"normalisation": "given"} | (backbone.spec or {}).get("stem", {})
-    margins: dict[str, float] = {}
     value: dict[str, Any] = {}
     clear: set[str] = set()
     for fact in facts:
@@ -187,12 +159,10 @@ def _decide(comparison: Comparison, compared: list[dict[str, Any]], facts: list[
         others = {row[fact]: row["mismatch"] / max(best["mismatch"], 1e-12) for row in compared[::-1]}
         del others[best[fact]]
         value[fact] = best[fact] if others.get(present[fact], needed) >= needed else present[fact]
-        if others:
-            margins[fact] = min(others.values())
         # A pool that the weights alone decide has no rival here; it counts as decided with the rest.
-        if margins.get(fact, needed) >= needed:
+        if min(others.values(), default=needed) >= needed:
             clear.add(fact)
-    record: dict[str, Any] = {"margins": margins, "mismatch": best["mismatch"], "compared": tuple(compared)}
+    record: dict[str, Any] = {"mismatch": best["mismatch"], "compared": tuple(compared)}
     unlike = f"the images are unlike the training data (BatchNorm mismatch {best['mismatch']:.2f})"
     trusted = best["mismatch"] <= TRUSTED_MISMATCH
     if not trusted:

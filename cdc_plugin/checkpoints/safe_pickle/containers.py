@@ -12,12 +12,13 @@ import tarfile
 import zipfile
 import zlib
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cdc_plugin.checkpoints.safe_pickle.machine import PickleMachine, Refused, damaged
+from cdc_plugin.checkpoints.safe_pickle.machine import PickleMachine, Refused
 from cdc_plugin.checkpoints.safe_pickle.values import Storage, storage_type
 
 PICKLE_LIMIT, IN_MEMORY = 64 << 20, 1 << 30
@@ -33,30 +34,29 @@ def read_archive(file: Path) -> Any:
         records = _locate_records(archive, content)
     roots = [name.removesuffix("data.pkl") for name in records if name.count("/") <= 1 and name.endswith("data.pkl")]
     if len(roots) != 1:
-        raise damaged(f"it has {len(roots)} pickles")
+        raise UnpicklingError(f"it has {len(roots)} pickles")
     root = roots[0]
     order = records.get(f"{root}byteorder")
     if order is not None and content[slice(*order)] != b"little":
-        raise damaged("it is from a big-endian machine")
+        raise UnpicklingError("it is from a big-endian machine")
     start, end = records[f"{root}data.pkl"]
     if end - start > PICKLE_LIMIT:
-        raise damaged(f"its pickle has {end - start} bytes")
+        raise UnpicklingError(f"its pickle has {end - start} bytes")
     storages: dict[str, Storage] = {}
 
     def find_storage(identity: tuple[Any, ...]) -> Storage:
         if len(identity) != 5 or identity[0] != "storage":
-            raise damaged("a persistent id is malformed")
+            raise UnpicklingError("a persistent id is malformed")
         _, kind, key, _, count = identity
         name, dtype = f"{root}data/{key}", storage_type(kind)
         if name not in storages:
             if name not in records or type(count) is not int:
-                raise damaged(f"the numbers {str(key)[:20]!r} are missing")
+                raise UnpicklingError(f"the numbers {str(key)[:20]!r} are missing")
             first, last = records[name]
             if count * dtype.itemsize != last - first:
-                raise damaged(f"{str(key)[:20]!r} has {last - first} bytes, not {count} numbers")
+                raise UnpicklingError(f"{str(key)[:20]!r} has {last - first} bytes, not {count} numbers")
             storages[name] = Storage(_numbers(content, first, count, dtype))
-        found = storages[name]
-        return found if found.numbers.dtype == dtype else Storage(found.numbers.view(dtype))
+        return Storage(storages[name].numbers.view(dtype))
 
     return PickleMachine(io.BytesIO(content[start:end]), find_storage).load()
 
@@ -64,14 +64,13 @@ def read_archive(file: Path) -> Any:
 def read_legacy(file: Path) -> Any:
     """Return the payload of a file of torch before 1.6, or of its old serialisation."""
     content = _content(file)
-    magic = PickleMachine(content).load()
-    if magic != LEGACY_MAGIC:
-        raise damaged("it is a pickle, but not of torch.save")
+    if PickleMachine(content).load() != LEGACY_MAGIC:
+        raise UnpicklingError("it is a pickle, but not of torch.save")
     if PickleMachine(content).load() != LEGACY_PROTOCOL:
-        raise damaged("its protocol is unknown")
+        raise UnpicklingError("its protocol is unknown")
     machine = PickleMachine(content).load()
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise damaged("it is from a big-endian machine")
+        raise UnpicklingError("it is from a big-endian machine")
     storages: dict[str, Storage] = {}
     left = len(content)
 
@@ -80,39 +79,38 @@ def read_legacy(file: Path) -> Any:
         if len(identity) == 4 and identity[0] == "module":  # a class with its source code, which stays unread
             return identity[1]
         if len(identity) != 6 or identity[0] != "storage":
-            raise damaged("a persistent id is malformed")
+            raise UnpicklingError("a persistent id is malformed")
         _, kind, key, _, count, view = identity
         dtype = storage_type(kind)
         if key not in storages:
             left -= count * dtype.itemsize
             if type(count) is not int or count < 0 or left < 0:
-                raise damaged("it declares more numbers than it has bytes")
+                raise UnpicklingError("it declares more numbers than it has bytes")
             storages[key] = Storage(torch.empty(count, dtype=dtype))
-        numbers = storages[key].numbers
-        numbers = numbers if numbers.dtype == dtype else numbers.view(dtype)
+        numbers = storages[key].numbers.view(dtype)
         if view is None:
             return Storage(numbers)
         _, offset, count = view
         if min(offset, count) < 0 or offset + count > numbers.numel():
-            raise damaged("a part of the numbers lies outside them")
+            raise UnpicklingError("a part of the numbers lies outside them")
         return Storage(numbers[offset : offset + count])
 
     payload = PickleMachine(content, find_storage).load()
     keys = PickleMachine(content).load()
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(map(str, storages)):
-        raise damaged("the list of its numbers does not agree with its content")
+        raise UnpicklingError("the list of its numbers does not agree with its content")
     for key in keys:
         numbers = storages[key].numbers
         length = content.read(8)
         if len(length) != 8 or struct.unpack("<q", length)[0] != numbers.numel():
-            raise damaged("the length of its numbers does not agree with its content")
+            raise UnpicklingError("the length of its numbers does not agree with its content")
         raw = content.read(numbers.nbytes)
         if len(raw) != numbers.nbytes:
-            raise damaged("it ends before its numbers do")
+            raise UnpicklingError("it ends before its numbers do")
         if raw:
             numbers.copy_(torch.frombuffer(bytearray(raw), dtype=numbers.dtype))
     if content.tell() != len(content):
-        raise damaged("it has more bytes than numbers")
+        raise UnpicklingError("it has more bytes than numbers")
     return payload
 
 
@@ -160,20 +158,20 @@ def _locate_records(archive: zipfile.ZipFile, content: mmap.mmap) -> dict[str, t
         start = _data_offset(entry, content)
         end = start + entry.file_size
         if entry.filename in records or end > archive.start_dir:
-            raise damaged(f"the record {entry.filename[:60]} is out of place")
+            raise UnpicklingError(f"the record {entry.filename[:60]} is out of place")
         records[entry.filename] = (start, end)
         with memoryview(content) as view:
             if checked and zlib.crc32(view[start:end]) != entry.CRC:
-                raise damaged(f"the checksum of {entry.filename[:60]} is wrong")
+                raise UnpicklingError(f"the checksum of {entry.filename[:60]} is wrong")
     if any(begin < end for (_, end), (begin, _) in itertools.pairwise(sorted(records.values()))):
-        raise damaged("its records overlap")
+        raise UnpicklingError("its records overlap")
     return records
 
 
 def _data_offset(entry: zipfile.ZipInfo, content: mmap.mmap) -> int:
     """Return where a record's bytes begin, if the header before them agrees with the directory at the end."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-        raise damaged(f"the record {entry.filename[:60]} is compressed, as torch.save never does")
+        raise UnpicklingError(f"the record {entry.filename[:60]} is compressed, as torch.save never does")
     header = content[entry.header_offset : entry.header_offset + LOCAL_HEADER.size]
     mark, _, flags, method, _, _, crc, packed, size, name_length, extra_length = LOCAL_HEADER.unpack(header)
     begin = entry.header_offset + LOCAL_HEADER.size
@@ -182,5 +180,5 @@ def _data_offset(entry: zipfile.ZipInfo, content: mmap.mmap) -> int:
     elsewhere = flags & SIZES_FOLLOW or 0xFFFFFFFF in (packed, size)  # large sizes stand in the extra field
     same = elsewhere or (crc, packed, size) == (entry.CRC, entry.compress_size, entry.file_size)
     if mark != b"PK\3\4" or name != entry.orig_filename or method or flags & ENCRYPTED or not same:
-        raise damaged(f"the two headers of {entry.filename[:60]} disagree")
+        raise UnpicklingError(f"the two headers of {entry.filename[:60]} disagree")
     return begin + name_length + extra_length

@@ -8,9 +8,9 @@ more. Here ``pickletools`` decodes the instructions, and they are carried out on
 on the stack, so none can be called.
 """
 
-import pickle
 import pickletools
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,12 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NEWFALSE": lambda: False,
     **{"EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_SET": set},
 }
+_FROM_MARK: dict[str, Callable[[list[Any]], Any]] = {
+    **{"LIST": list, "TUPLE": tuple, "FROZENSET": lambda items: frozenset(map(_key, items))},
+}
 
 
-class Refused(pickle.UnpicklingError):
+class Refused(UnpicklingError):  # noqa: N818  (read as "refused: NAME")
     """The pickle names something that no checkpoint needs."""
 
     def __init__(self, name: str) -> None:
@@ -45,22 +48,12 @@ class Refused(pickle.UnpicklingError):
         self.name = name
 
 
-def damaged(what: str) -> pickle.UnpicklingError:
-    """Return the error for a pickle that no program has written."""
-    return pickle.UnpicklingError(what)
-
-
 class PickleMachine:
-    """The state of one pickle that is carried out.
-
-    Args:
-        stream: anything with ``read`` and ``readline``; left behind the pickle's end.
-        find_storage: what a persistent id (the tuple torch writes for a tensor's numbers) stands for.
-    """
+    """The state of one pickle that is carried out."""
 
     def __init__(self, stream: Any, find_storage: Callable[[tuple[Any, ...]], Any] | None = None) -> None:
-        self.stream = stream
-        self.find_storage = find_storage
+        self.stream = stream  # anything with ``read`` and ``readline``; left behind the pickle's end
+        self.find_storage = find_storage  # resolves a persistent id, the tuple torch writes for a tensor's numbers
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # what lies under each open mark
         self.memo: dict[int, Any] = {}
@@ -70,7 +63,7 @@ class PickleMachine:
         actions = {name[4:].upper(): getattr(self, name) for name in dir(self) if name.startswith("_do_")}
         for count, (opcode, argument, _) in enumerate(pickletools.genops(self.stream)):
             if count > INSTRUCTIONS:
-                raise damaged("its pickle has too many instructions")
+                raise UnpicklingError("its pickle has too many instructions")
             name = opcode.name
             if name == "STOP":
                 break
@@ -81,9 +74,12 @@ class PickleMachine:
             elif name in _TUPLE_SIZES:
                 items = [self.stack.pop() for _ in range(_TUPLE_SIZES[name])]
                 self.stack.append(tuple(reversed(items)))
+            elif name in _FROM_MARK:
+                items = self._since_mark()
+                self.stack.append(_FROM_MARK[name](items))
             elif name not in ("PROTO", "FRAME"):
                 if name not in actions:
-                    raise damaged(f"its pickle uses {name}")
+                    raise UnpicklingError(f"its pickle uses {name}")
                 actions[name](argument)
         value = self.stack.pop()
         check_size(value)
@@ -93,7 +89,7 @@ class PickleMachine:
 
     def _name(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise damaged("a class name is not text")
+            raise UnpicklingError("a class name is not text")
         if not is_allowed(module, name):
             raise Refused(full_name(module, name))
         full = full_name(module, name)
@@ -102,7 +98,7 @@ class PickleMachine:
 
     def _make(self, callee: Any, arguments: Any) -> Any:
         if not isinstance(callee, ForeignName) or not isinstance(arguments, tuple):
-            raise damaged("something that is no class is called")
+            raise UnpicklingError("something that is no class is called")
         name = callee.name
         if name in ("builtins.getattr", "operator.getitem", "_operator.getitem"):
             # How methods, enum members and type hints are saved; of anything but a stand-in it would be an attack.
@@ -163,7 +159,7 @@ class PickleMachine:
         elif isinstance(target, np.ndarray):
             fill_array(target, state)
         elif not isinstance(target, dict | list | Tensor):  # of those, no attribute is of use
-            raise damaged("attributes are given to a plain value")
+            raise UnpicklingError("attributes are given to a plain value")
 
     def _do_ext1(self, _: int) -> None:
         raise Refused("a class of the extension registry")
@@ -173,7 +169,7 @@ class PickleMachine:
     def _do_binpersid(self, _: None) -> None:
         identity = self.stack.pop()
         if self.find_storage is None or not isinstance(identity, tuple):
-            raise damaged("a persistent id is out of place")
+            raise UnpicklingError("a persistent id is out of place")
         self.stack.append(self.find_storage(identity))
 
     # Containers
@@ -186,28 +182,16 @@ class PickleMachine:
         self.below.append(self.stack)
         self.stack = []
 
-    def _do_tuple(self, _: None) -> None:
-        items = tuple(self._since_mark())
-        self.stack.append(items)
-
-    def _do_list(self, _: None) -> None:
-        items = self._since_mark()
-        self.stack.append(items)
-
     def _do_dict(self, _: None) -> None:
         items = self._since_mark()
         self.stack.append({})
         self._set(items)
 
-    def _do_frozenset(self, _: None) -> None:
-        items = frozenset(map(_key, self._since_mark()))
-        self.stack.append(items)
-
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         target = target.members if isinstance(target, InertRecord) else target
         if not isinstance(target, list):
-            raise damaged("items are added to what is no list")
+            raise UnpicklingError("items are added to what is no list")
         target.extend(items)
 
     def _do_append(self, _: None) -> None:
@@ -223,16 +207,16 @@ class PickleMachine:
         elif isinstance(target, set):
             target.update(map(_key, items))
         else:
-            raise damaged("items are added to what is no set")
+            raise UnpicklingError("items are added to what is no set")
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
         target = target.entries if isinstance(target, InertRecord) else target
         if not isinstance(target, dict) or len(items) % 2:
-            raise damaged("named items are added to what is no dictionary")
+            raise UnpicklingError("named items are added to what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if _key(key) in target:
-                raise damaged(f"{str(key)[:60]!r} occurs twice")
+                raise UnpicklingError(f"{str(key)[:60]!r} occurs twice")
             target[key] = value
 
     def _do_setitem(self, _: None) -> None:
@@ -276,5 +260,5 @@ def _key(value: Any) -> Any:
         isinstance(value, tuple) and all(isinstance(part, SIMPLE_KEYS) for part in value)
     )
     if not simple:
-        raise damaged(f"a {type(value).__name__} is used as a key")
+        raise UnpicklingError(f"a {type(value).__name__} is used as a key")
     return value

@@ -2,10 +2,11 @@
 
 import math
 import pathlib
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -57,22 +58,22 @@ def storage_type(name: Any) -> torch.dtype:
     text = name.name if isinstance(name, ForeignName) else ""
     found = re.fullmatch(r"torch\.(?:cuda\.|storage\.)?(\w+)Storage", text)
     if found is None or found[1] not in STORAGE_TYPES:
-        raise pickle.UnpicklingError(f"{text or name} is no kind of numbers that can be read")
+        raise UnpicklingError(f"{text or name} is no kind of numbers that can be read")
     return STORAGE_TYPES[found[1]]
 
 
 def rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
     """Return a tensor over a part of a storage, if that part exists."""
     if not isinstance(storage, Storage):
-        raise pickle.UnpicklingError("a tensor has no numbers")
+        raise UnpicklingError("a tensor has no numbers")
     sizes, strides = tuple(size), tuple(stride)
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (offset, *sizes, *strides))
     if not whole or len(sizes) != len(strides) or len(sizes) > 32:
-        raise pickle.UnpicklingError(f"a tensor of shape {sizes[:8]} is impossible")
+        raise UnpicklingError(f"a tensor of shape {sizes[:8]} is impossible")
     count, stored = math.prod(sizes), storage.numbers.numel()
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) if count else 0
     if count and (last >= stored or count > max(stored, EXPANDED)):
-        raise pickle.UnpicklingError(f"a tensor of shape {sizes[:8]} needs more numbers than the file has")
+        raise UnpicklingError(f"a tensor of shape {sizes[:8]} needs more numbers than the file has")
     return storage.numbers.as_strided(sizes, strides, offset if count else 0)
 
 
@@ -81,7 +82,7 @@ def rebuild_typed_tensor(
 ) -> Tensor:
     """Return a tensor of a number type that has no storage class of its own."""
     if not isinstance(storage, Storage) or not isinstance(kind, torch.dtype):
-        raise pickle.UnpicklingError("a tensor has no numbers")
+        raise UnpicklingError("a tensor has no numbers")
     return rebuild_tensor(Storage(storage.numbers.view(kind)), offset, size, stride)
 
 
@@ -94,7 +95,7 @@ def fill_array(array: np.ndarray[Any, Any], state: Any) -> None:
     content = content.encode("latin1") if isinstance(content, str) else content
     whole = isinstance(content, bytes) and all(type(n) is int and n >= 0 for n in shape)
     if not whole or math.prod(shape) * dtype.itemsize != len(content):
-        raise pickle.UnpicklingError("a numpy array has not the bytes that its shape asks for")
+        raise UnpicklingError("a numpy array has not the bytes that its shape asks for")
     array.__setstate__((1, tuple(shape), dtype, bool(fortran), content))  # type: ignore[arg-type]
 
 
@@ -110,7 +111,7 @@ def check_size(root: Any) -> None:
             below = [known.get(id(child), (0, 1)) for child in inside]
             depth, nodes = 1 + max(d for d, _ in below), 1 + sum(n for _, n in below)
             if depth > DEPTH or nodes > NODES:
-                raise pickle.UnpicklingError("its content is nested beyond reason")
+                raise UnpicklingError("its content is nested beyond reason")
             known[id(value)] = (depth, nodes)
         elif inside and id(value) not in begun:
             begun.add(id(value))
@@ -132,7 +133,7 @@ def _tensor_itself(data: Any, *_: Any) -> Tensor:
     if isinstance(data, np.ndarray):
         data = torch.from_numpy(data)
     if not isinstance(data, Tensor):
-        raise pickle.UnpicklingError("a parameter is no tensor")
+        raise UnpicklingError("a parameter is no tensor")
     return data
 
 
@@ -143,7 +144,7 @@ def _scalar(kind: Any, content: Any = b"") -> Any:
         return InertRecord("numpy.generic", (kind, content))
     content = content.encode("latin1") if isinstance(content, str) else content
     if not isinstance(content, bytes) or len(content) != dtype.itemsize:
-        raise pickle.UnpicklingError("a numpy number has not the bytes that its type asks for")
+        raise UnpicklingError("a numpy number has not the bytes that its type asks for")
     return np.frombuffer(content, dtype)[0].item() if content else ""
 
 
@@ -157,12 +158,8 @@ def _buffered_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarr
     return array
 
 
-def _posix_path(*parts: Any) -> str:
-    return str(pathlib.PurePosixPath(*map(str, parts)))
-
-
-def _windows_path(*parts: Any) -> str:
-    return str(pathlib.PureWindowsPath(*map(str, parts)))
+def _path(kind: type[pathlib.PurePath], *parts: Any) -> str:
+    return str(kind(*map(str, parts)))
 
 
 def _mapping(*arguments: Any) -> dict[Any, Any]:
@@ -182,7 +179,7 @@ def _sequence(*arguments: Any) -> list[Any]:
 def _set(*arguments: Any) -> set[Any]:
     items = _sequence(*arguments)
     if not all(isinstance(item, str | int | float | bytes | None) for item in items):
-        raise pickle.UnpicklingError("a set holds what cannot be compared")
+        raise UnpicklingError("a set holds what cannot be compared")
     return set(items)
 
 
@@ -190,7 +187,7 @@ def _bytes(content: Any = b"", encoding: Any = "latin1") -> bytes:
     if isinstance(content, str) and encoding in ("latin1", "latin-1", "utf-8", "ascii"):
         return content.encode(encoding)
     if not isinstance(content, bytes | bytearray):
-        raise pickle.UnpicklingError("bytes are expected")
+        raise UnpicklingError("bytes are expected")
     return bytes(content)
 
 
@@ -207,6 +204,10 @@ def _complex(*parts: Any) -> Any:
 
 
 PATHLIB = ("", "_local.")  # newer releases of Python name a submodule
+PATHS: dict[str, type[pathlib.PurePath]] = {
+    **dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath"), pathlib.PurePosixPath),
+    **dict.fromkeys(("WindowsPath", "PureWindowsPath"), pathlib.PureWindowsPath),
+}
 BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": rebuild_tensor,
     "torch._utils._rebuild_tensor_v2": rebuild_tensor,
@@ -229,7 +230,5 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     **{"builtins.dict": _mapping, "builtins.list": _sequence, "builtins.tuple": _counted},
     **{"builtins.set": _set, "builtins.frozenset": _set, "builtins.complex": _complex},
     **{"builtins.bytes": _bytes, "builtins.bytearray": _bytes, "_codecs.encode": _bytes},
-    **{f"pathlib.{part}{name}": _posix_path for part in PATHLIB for name in ("Path", "PosixPath")},
-    **{f"pathlib.{part}{name}": _posix_path for part in PATHLIB for name in ("PurePath", "PurePosixPath")},
-    **{f"pathlib.{part}{name}": _windows_path for part in PATHLIB for name in ("WindowsPath", "PureWindowsPath")},
+    **{f"pathlib.{part}{name}": partial(_path, kind) for part in PATHLIB for name, kind in PATHS.items()},
 }

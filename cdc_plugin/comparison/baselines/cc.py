@@ -35,12 +35,9 @@ def train_cc(task: BaselineTask) -> nn.Module:
 def pair_contrast(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     """Compute NT-Xent: row i of one view should be closest to row i of the other among all other rows of both views.
 
-    This is L_ins of CC (Eqs. 2-3) where rows are projections of images, and the first term of L_clu where they are
-    clusters. The sum in the paper's denominator includes the row itself; as in the released code it is left out,
+    This is L_ins of CC (Eqs. 2-3) where rows (n, d) are projections of images, and the first term of L_clu where they
+    are clusters. The sum in the paper's denominator includes the row itself; as in the released code it is left out,
     since the similarity of a row to itself is constant.
-
-    Args:
-        first, second: (n, d) rows of both views, of any norm: cosines are compared.
     """
     count = len(first)
     rows = F.normalize(torch.cat([first, second]), dim=1)

@@ -1,7 +1,4 @@
-"""What every baseline is given and shares: the backbone, images, views, rates and steps of CDC, and no label.
-
-A baseline builds heads by `build_random_heads` and gives `train_epochs` a function that returns the loss of a step.
-"""
+"""What every baseline is given and shares: the backbone, images, views, rates and steps of CDC, and no label."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,9 +12,9 @@ from cdc_plugin.config.resolve import batch_sizes, count_sub_batches
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import ConfigError
 from cdc_plugin.models.heads import LayeredHead
-from cdc_plugin.training.runtime import autocast, lr_multiplier
+from cdc_plugin.training.runtime import Runtime, lr_multiplier
 
-MakeView = Callable[[Tensor, torch.Generator], Tensor]
+MakeView = Callable[[Tensor, torch.Generator], Tensor]  # image indices (b,) -> input of the backbone (b, ...)
 Step = Callable[[Tensor, torch.Generator], dict[str, Tensor]]
 
 # Purposes of random numbers, beside those of a CDC run (below 10): order of images, their views, weights.
@@ -41,27 +38,18 @@ class BaselineSettings:
 
 @dataclass(frozen=True)
 class BaselineTask:
-    """One training of a baseline.
+    """One training of a baseline."""
 
-    Args:
-        backbone: trained in place; ``nn.Identity`` if it is frozen, and the views are features then.
-        feature_dim: D.
-        image_count: N.
-        plain, weak, strong: map image indices (b,) to the input of the backbone (b, ...), on the device.
-        features: (N, D) of the plain views before training, on the device.
-        after_epoch: called with the mean losses of every epoch.
-    """
-
-    backbone: nn.Module
-    feature_dim: int
-    image_count: int
+    backbone: nn.Module  # trained in place; ``nn.Identity`` if it is frozen, and the views are features then
+    feature_dim: int  # D
+    image_count: int  # N
     plain: MakeView
     weak: MakeView
     strong: MakeView
-    features: Tensor
+    features: Tensor  # (N, D) of the plain views before training, on the device
     settings: BaselineSettings
     device: torch.device
-    after_epoch: Callable[[dict[str, float]], None]
+    after_epoch: Callable[[dict[str, float]], None]  # called with the mean losses
 
 
 def build_random_heads(task: BaselineTask, layers: list[list[list[Any]]]) -> nn.ModuleList:
@@ -128,18 +116,13 @@ def end_epoch(task: BaselineTask, epoch: int, logs: list[dict[str, Tensor]]) -> 
 
 def compute_features(task: BaselineTask, views: Tensor) -> Tensor:
     """Return (b, D) of the backbone in its present mode, computed in the precision of the run, as float32."""
-    with autocast(task.device, task.settings.precision):
+    with Runtime(task.device, task.settings.precision).autocast():
         features: Tensor = task.backbone(views)
     return features.float()
 
 
 class BaselineOptimizer:
-    """Adam over the heads and, if given, the backbone, at the rates and on the schedule of CDC.
-
-    Args:
-        total_steps: where the cosine of the schedule ends.
-        backbone: omitted if it is not to be trained.
-    """
+    """Adam over the heads and, if given, the backbone, at the rates and on the schedule of CDC."""
 
     def __init__(
         self,
@@ -151,8 +134,8 @@ class BaselineOptimizer:
     ) -> None:
         self.schedule, self.total_steps, self.steps = settings.schedule, max(1, total_steps), 0
         groups: list[dict[str, Any]] = [{"params": list(heads.parameters()), "full_rate": settings.lr_heads}]
-        if backbone is not None and any(True for _ in backbone.parameters()):
-            groups.append({"params": list(backbone.parameters()), "full_rate": settings.lr_backbone})
+        if backbone is not None and (trained := list(backbone.parameters())):
+            groups.append({"params": trained, "full_rate": settings.lr_backbone})
         self.optimizer = torch.optim.Adam(groups)
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
 

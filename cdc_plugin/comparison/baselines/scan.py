@@ -56,12 +56,8 @@ def train_self_label(task: BaselineTask, head: nn.Module) -> nn.Module:
     stay unchanged.
     """
     settings = task.settings
-    gentle = replace(
-        settings,
-        sub_batch_size=settings.batch_size,
-        lr_heads=min(settings.lr_heads, SELF_LABEL_RATE),
-        lr_backbone=min(settings.lr_backbone, SELF_LABEL_RATE),
-    )
+    rates = {name: min(getattr(settings, name), SELF_LABEL_RATE) for name in ("lr_heads", "lr_backbone")}
+    gentle = replace(settings, sub_batch_size=settings.batch_size, **rates)
 
     def step(rows: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -78,16 +74,11 @@ def train_self_label(task: BaselineTask, head: nn.Module) -> nn.Module:
     return head
 
 
-def consistency_loss(logits: Tensor, neighbour_logits: Tensor) -> Tensor:
-    """Compute the first term of SCAN's Eq. 2 from (b, C) logits: minus the mean log of <p(x), p(neighbour)>."""
+def scan_loss(logits: Tensor, neighbour_logits: Tensor, entropy_weight: float) -> Tensor:
+    """Compute SCAN's Eq. 2: minus the mean log of <p(x), p(neighbour)>, plus lambda times the negative entropy."""
     # By logsumexp: finite, with a gradient, where the product underflows to 0 (SCAN's code cuts at -100).
     log_products = F.log_softmax(logits, dim=1) + F.log_softmax(neighbour_logits, dim=1)
-    return -log_products.logsumexp(dim=1).mean()
-
-
-def scan_loss(logits: Tensor, neighbour_logits: Tensor, entropy_weight: float) -> Tensor:
-    """Compute SCAN's Eq. 2: consistency + lambda * sum of p' log p', where p' is the mean prediction for the images."""
-    return consistency_loss(logits, neighbour_logits) + entropy_weight * negative_entropy(logits)
+    return -log_products.logsumexp(dim=1).mean() + entropy_weight * negative_entropy(logits)
 
 
 def balanced_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -95,10 +86,6 @@ def balanced_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor) -> Tens
 
     Weights are normalised to the sum of 1, so this is the mean over the labels that occur of their mean losses.
     It is 0, with a zero gradient, where no sample is trusted.
-
-    Args:
-        logits: (b, C) of the strong views.
-        labels, mask: (b,) pseudo-labels, and which of them are trusted.
     """
     losses = F.cross_entropy(logits, labels, reduction="none")
     trusted = mask.to(losses.dtype)

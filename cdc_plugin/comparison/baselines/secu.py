@@ -107,7 +107,7 @@ class KeepSize:
         self.duals = torch.zeros(clusters, device=device)
 
     def __call__(self, cosines: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-        new = assign_by_size(cosines, self.duals)
+        new = (cosines + self.duals).argmax(dim=1)
         self.duals = update_duals(self.duals, new, LEAST_RATIO / len(self.duals), DUAL_RATE)
         return new
 
@@ -118,9 +118,6 @@ def stable_center_loss(cosines: Tensor, labels: Tensor, temperature: float) -> T
     In cross-entropy, points of other clusters push a centre away; a batch that holds none of its own points
     then moves it arbitrarily, which makes training unstable. So the gradient of a point reaches the centre of
     its cluster alone, with weight 1 - p: hard points count more, whereas k-means weights all equally.
-
-    Args:
-        cosines: (b, C) of points without gradient and centres with.
     """
     own = F.one_hot(labels, cosines.shape[1]).bool()
     return F.cross_entropy(torch.where(own, cosines, cosines.detach()) / temperature, labels)
@@ -131,11 +128,8 @@ def representation_loss(
 ) -> Tensor:
     """Compute the cross-entropy of each view to its label, mixed with the prediction for the other view.
 
-    The target of a view is τ · one-hot label + (1 - τ) · probabilities of the other view (no gradient).
-
-    Args:
-        first, second: (b, C) cosines of two views, with gradient, to the centres at the start of the epoch.
-        labels: (b,) clusters at the start of the epoch.
+    The target of a view is τ · one-hot label + (1 - τ) · probabilities of the other view (no gradient). Cosines (b, C)
+    are to the centres at the start of the epoch, when the points had these labels (b,).
     """
     hard = label_weight * F.one_hot(labels, first.shape[1])
     losses = [
@@ -146,27 +140,16 @@ def representation_loss(
 
 
 def assign_by_entropy(cosines: Tensor, labels: Tensor, sizes: Tensor, weight: float) -> Tensor:
-    """Return the best cluster (b,) of every point if it alone moved: cosine plus α times the entropy of all sizes.
+    """Return the best cluster (b,) of every point if it alone moved: cosine plus α times the entropy of all sizes (C,).
 
     Moving a point from a cluster of n to one of m points changes N times the negative entropy by
     f(n - 1) - f(n) + f(m + 1) - f(m) with f(n) = n log n; log N cancels. The paper's α stands before the entropy
     itself; a point's share of that is 1 / N, so its weight of 6,000 for 50,000 images is 0.12 here, for any number.
-
-    Args:
-        cosines: (b, C), the mean of both views.
-        labels: (b,) clusters of these points so far.
-        sizes: (C,) points of every cluster so far, in the whole set.
-        weight: α / N.
     """
     counts = sizes.to(cosines.dtype)
     change = _growth(counts) - _growth(counts - 1)[labels].unsqueeze(1)  # (b, C); no cluster of a point is empty
     change = change.scatter(1, labels.unsqueeze(1), 0)  # staying changes nothing
     return (cosines - weight * change).argmax(dim=1)
-
-
-def assign_by_size(cosines: Tensor, duals: Tensor) -> Tensor:
-    """Return the best cluster (b,) of every point under a minimum size: cosine plus the dual of the cluster."""
-    return (cosines + duals).argmax(dim=1)
 
 
 def update_duals(duals: Tensor, labels: Tensor, least_share: float, rate: float) -> Tensor:

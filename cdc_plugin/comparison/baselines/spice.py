@@ -42,8 +42,7 @@ def train_spice(task: BaselineTask) -> nn.Module:
     for epoch in range(settings.epochs):
         logs = []
         for rows, randomness in shuffle_batches(task, epoch):
-            weak = _compute_batch_features(task, task.weak, rows, randomness)
-            strong = _compute_batch_features(task, task.strong, rows, randomness)
+            weak, strong = (_compute_batch_features(task, view, rows, randomness) for view in (task.weak, task.strong))
             samples, labels = _label_for_heads(heads, task.features[rows.to(task.device)], weak)
             for _ in range(REPEATS):
                 order = torch.randperm(samples.shape[1], generator=randomness).to(task.device)
@@ -78,8 +77,8 @@ def _label_for_heads(heads: nn.ModuleList, features: Tensor, weak: Tensor) -> tu
 def _compute_head_losses(heads: nn.ModuleList, features: Tensor) -> Tensor:
     """Return (heads,) on the features of the plain views of the whole set."""
     samples, labels = _label_for_heads(heads, features, features)
-    logits = [head(features[own]) for head, own in zip(heads, samples, strict=True)]
-    return torch.stack([double_softmax_loss(answer, labels) for answer in logits])
+    pairs = zip(heads, samples, strict=True)
+    return torch.stack([double_softmax_loss(head(features[own]), labels) for head, own in pairs])
 
 
 def label_by_prototypes(features: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +86,8 @@ def label_by_prototypes(features: Tensor, probs: Tensor) -> tuple[Tensor, Tensor
 
     The B // C / 2 samples with the highest probability of a cluster are averaged to its prototype; the B // C
     samples nearest to the prototype by cosine get its label. Every cluster has equally many, so a sample between
-    clusters can have several labels and an outlying one has none.
-
-    Args:
-        features: (B, D) of the plain views.
-        probs: (B, C) of the weak views.
+    clusters can have several labels and an outlying one has none. Features (B, D) are of plain views, probabilities
+    (B, C) of weak ones.
     """
     batch, clusters = probs.shape
     if batch < clusters:

@@ -55,12 +55,8 @@ def gradient_similarity(selection: Selection, probs: Tensor, hidden: Tensor) -> 
     """Return the cosine (B,) between a sample's gradient and the mean unit gradient of its label's trusted samples.
 
     The gradient of the cross-entropy for the last layer's weights is the outer product of p - onehot(label) and
-    the layer's input h. Inner products of such matrices are products of inner products, so that (B, C, H) numbers
-    are never needed. It is 0 where no sample with the label is trusted.
-
-    Args:
-        probs: (B, C) p.
-        hidden: (B, H) h.
+    the layer's input h (``hidden``). Inner products of such matrices are products of inner products, so that
+    (B, C, H) numbers are never needed. It is 0 where no sample with the label is trusted.
     """
     residuals = F.normalize(_residual_directions(probs, selection.labels), dim=1)  # (B, C)
     inputs = F.normalize(hidden, dim=1)  # (B, H)

@@ -17,39 +17,24 @@ class Selection:
 
 @dataclass(frozen=True)
 class SelectionInput:
-    """The outputs of the selecting head for the weak views of a batch.
+    """The outputs of the selecting head for the weak views of a batch."""
 
-    Args:
-        probs: (B, C) its probabilities.
-        rows: (B,) numbers of the images in the data set, from 0.
-        features: (B, D) its input.
-        hidden: (B, H) the input of its last layer.
-    """
-
-    probs: Tensor
-    rows: Tensor
-    features: Tensor
-    hidden: Tensor
+    probs: Tensor  # (B, C)
+    rows: Tensor  # (B,) numbers of the images in the data set, from 0
+    features: Tensor  # (B, D) its input
+    hidden: Tensor  # (B, H) the input of its last layer
 
 
 @dataclass(eq=False)
 class Selector:
-    """One way to select, built once per run; ``state`` is all that it remembers between batches.
-
-    Args:
-        image_count: N.
-        clusters: C.
-        threshold: required confidence, for fixed thresholds.
-        momentum: share of the past in moving averages.
-        device: device of the state.
-    """
+    """One way to select, built once per run."""
 
     image_count: int
     clusters: int
-    threshold: float
-    momentum: float
+    threshold: float  # required confidence, for fixed thresholds
+    momentum: float  # share of the past in moving averages
     device: torch.device
-    state: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)  # all that it remembers between batches
 
     def __call__(self, batch: SelectionInput) -> Selection:
         raise NotImplementedError

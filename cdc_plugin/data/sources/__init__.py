@@ -48,15 +48,7 @@ PACKED: dict[Kind | None, Callable[[str, int], ImageSource]] = {
 
 
 def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
-    """Return what is known of a source of any kind, without reading more than that takes.
-
-    Args:
-        side: that images are kept at.
-        root: folder of data sets that are known by name.
-
-    >>> len(describe_source(np.zeros((5, 8, 8, 3), np.uint8), 8, None))
-    5
-    """
+    """Return what is known of a source of any kind, without reading more than that takes."""
     if isinstance(source, ImageSource):
         return source
     if isinstance(source, str | os.PathLike):

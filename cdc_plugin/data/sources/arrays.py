@@ -26,14 +26,15 @@ LAYOUTS = "(N, H, W), (N, H, W, 1), (N, H, W, 3), (N, H, W, 4) or (N, 3, H, W)"
 FULL_DIGEST_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
 
 
-def describe_array(images: NDArray[Any] | torch.Tensor, labels: Any = None, description: str = "array") -> ImageSource:
-    """Return a source of images of one size in memory, named by their index.
-
-    >>> len(describe_array(np.zeros((5, 8, 8, 3), np.uint8)))
-    5
-    """
+def describe_array(
+    images: NDArray[Any] | torch.Tensor,
+    labels: Any = None,
+    description: str = "array",
+    class_names: list[str] | None = None,
+) -> ImageSource:
+    """Return a source of images of one size in memory, named by their index."""
     pixels = to_pixels(images, description)
-    return _build_source(pixels, labels, description, digest_array(pixels))
+    return _build_source(pixels, labels, class_names, description, digest_array(pixels))
 
 
 def describe_array_file(path: Path) -> ImageSource:
@@ -45,7 +46,7 @@ def describe_array_file(path: Path) -> ImageSource:
     digest = digest_array(pixels, step)
     if step > 1:
         digest = compute_digest([digest, str(read_state(path))])
-    return _build_source(pixels, labels, str(path), digest)
+    return _build_source(pixels, labels, None, str(path), digest)
 
 
 def read_image_size(path: Path) -> tuple[int, ...]:
@@ -85,31 +86,20 @@ def to_pixels(images: NDArray[Any] | torch.Tensor, description: str) -> Pixels:
 
 @dataclass(frozen=True)
 class ArrayRows:
-    """An array of images (N, ...) that need not be in memory.
+    """An array of images (N, ...) that need not be in memory."""
 
-    Args:
-        shape, dtype: as stored, in any layout that images come in.
-        blocks: from rising ranges of rows to their content; what lies between them is not kept.
-        names: one per row.
-        description: what to call the array in messages.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # as stored, in any layout that images come in
     dtype: np.dtype
-    blocks: Callable[[Iterable[range]], Iterator[NDArray[Any]]]
+    blocks: Callable[[Iterable[range]], Iterator[NDArray[Any]]]  # from rising ranges of rows to their content
     names: list[str]
-    description: str
+    description: str  # what to call the array in messages
 
     def __len__(self) -> int:
         return len(self.names)
 
 
 def split_rows(rows: range, size: int) -> Iterator[range]:
-    """Yield consecutive blocks of ``size`` rows, the last one shorter.
-
-    >>> list(split_rows(range(5), 2))
-    [range(0, 2), range(2, 4), range(4, 5)]
-    """
+    """Yield consecutive blocks of ``size`` rows, the last one shorter."""
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
@@ -155,9 +145,20 @@ def read_rows_of_file(path: Path) -> ArrayRows:
     return ArrayRows(shape, dtype, blocks, _number_rows(shape), str(path))
 
 
-def _build_source(pixels: Pixels, labels: Any, description: str, digest: str) -> ImageSource:
-    labels = None if labels is None else _check_labels(labels, len(pixels), description)
-    return ImageSource(pixels, _number_rows(pixels.shape), labels, None, digest, description)
+def _build_source(
+    pixels: Pixels, labels: Any, class_names: list[str] | None, description: str, digest: str
+) -> ImageSource:
+    if labels is not None:
+        labels, expected = np.asarray(labels), (len(pixels),)
+        labels = labels[:, 0] if labels.shape == (*expected, 1) else labels
+        is_whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
+        if labels.shape != expected or not is_whole:
+            raise DataError(
+                f"{description}: expected one integer label per image, shape {expected}; found "
+                f"{labels.dtype} {labels.shape}; mend the labels or leave them out"
+            )
+        labels = labels.astype(np.int64)
+    return ImageSource(pixels, _number_rows(pixels.shape), labels, class_names, digest, description)
 
 
 def _read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
@@ -216,19 +217,6 @@ def _to_eight_bit(array: NDArray[Any], description: str) -> Pixels:
         f"{description}: expected uint8 from 0 to 255 or floats from 0 to 1; found {array.dtype} "
         f"from {low:g} to {high:g}; undo the normalisation and convert to uint8"
     )
-
-
-def _check_labels(labels: Any, count: int, description: str) -> NDArray[np.int64]:
-    values = np.asarray(labels)
-    if values.shape == (count, 1):
-        values = values[:, 0]
-    is_whole = np.issubdtype(values.dtype, np.integer) or values.dtype == bool
-    if values.shape != (count,) or not is_whole:
-        raise DataError(
-            f"{description}: expected one integer label per image, shape ({count},); found "
-            f"{values.dtype} {values.shape}; mend the labels or leave them out"
-        )
-    return values.astype(np.int64)
 
 
 def _find_image_key(archive: Any, path: Path) -> str:

@@ -21,25 +21,19 @@ UNLABELLED = np.iinfo(np.int64).min
 class ImageSource:
     """Images that are known but not read yet.
 
-    Args:
-        content: uint8 (N, H, W, 3) in memory or mapped from disk, or a function from index to an RGB image. The
-            function raises ``UnreadableImageError`` for an image to be skipped.
-        names: one name per image.
-        labels: (N,) int64, or None; a reader may fill them in while it reads.
-        digest: changes when the images change.
-        description: what to call the source in messages.
-        workers: threads that may read at once; 1 for a reader that is not known to be thread-safe.
-        exact: the digest changes with each of the images. What has only a sample of them in its digest is not taken
-            from the cache that all runs share, and gets another digest when it is read.
+    ``content`` is an array (N, H, W, 3) in memory or mapped from disk, or a function from index to an RGB image, which
+    raises ``UnreadableImageError`` for an image to be skipped. It is ``exact`` if the digest changes with each of the
+    images: what has only a sample of them in its digest is not taken from the cache that all runs share, and gets
+    another digest when it is read.
     """
 
     content: NDArray[np.uint8] | Callable[[int], Image.Image]
     names: list[str]
-    labels: NDArray[np.int64] | None
+    labels: NDArray[np.int64] | None  # (N,); a reader may fill them in while it reads
     class_names: list[str] | None
     digest: str
-    description: str
-    workers: int = 1
+    description: str  # what to call the source in messages
+    workers: int = 1  # threads that may read at once; 1 for a reader that is not known to be thread-safe
     exact: bool = True
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def describe_folder(folder: Path, side: int) -> ImageSource:
     """Return a source of every image below a folder, sorted by path; labels from class sub-folders if there are any."""
     names = list_images(folder)
-    return _build_source(os.fspath(folder), names, side, str(folder), names, *find_class_folders(names))
+    return describe_files(names, side, str(folder), names, *find_class_folders(names), folder=os.fspath(folder))
 
 
 def describe_files(
@@ -45,22 +45,11 @@ def describe_files(
     names: list[str] | None = None,
     labels: NDArray[np.int64] | None = None,
     class_names: list[str] | None = None,
+    folder: str = "",
 ) -> ImageSource:
-    """Return a source of image files in the order of their paths."""
+    """Return a source of image files in the order of their paths, which may be relative to the folder."""
     names = [Path(path).as_posix() for path in paths] if names is None else names
-    return _build_source("", [os.fspath(path) for path in paths], side, description, names, labels, class_names)
-
-
-def _build_source(
-    folder: str,
-    paths: list[str],
-    side: int,
-    description: str,
-    names: list[str],
-    labels: NDArray[np.int64] | None,
-    class_names: list[str] | None,
-) -> ImageSource:
-    # Paths stay relative strings: of a million images they take little memory.
+    # Paths stay relative: of a million images they take little memory.
     states = (read_state(os.path.join(folder, path)) for path in paths)
     return ImageSource(
         content=lambda index: decode_file(os.path.join(folder, paths[index]), side),
@@ -80,9 +69,18 @@ def list_images(folder: Path) -> list[str]:
     """
     others: Counter[str] = Counter()
     names = sorted(_walk(folder, others))
-    if not names:
-        raise DataError(_explain_empty(folder, others))
-    return names
+    if names:
+        return names
+    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
+    hints = {
+        (".npz", ".npy"): "give the path of the .npz or .npy file itself",
+        (".parquet",): "give the path of a .parquet file, or of the folder it lies in",
+        (".tar",): f"name the shards themselves: {folder / '*.tar'}",
+        (".zip", ".gz", ".tgz"): "unpack the archive first",
+    }
+    fitting = (hint for extensions, hint in hints.items() if others.keys() & extensions)
+    hint = next(fitting, "give the path of the folder that holds the images")
+    raise DataError(f"no images in {folder}: expected {ACCEPTED} files; found {kinds}; {hint}")
 
 
 def find_class_folders(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, list[str] | None]:
@@ -94,9 +92,7 @@ def find_class_folders(names: Sequence[str]) -> tuple[NDArray[np.int64] | None, 
     >>> find_class_folders(["cat/1.png", "dog/1.png"])
     (array([0, 1]), ['cat', 'dog'])
     """
-    level = 0
-    if all("/" in name and name.split("/", 1)[0].lower() in SPLITS for name in names):
-        level = 1
+    level = 1 if all("/" in name and name.split("/", 1)[0].lower() in SPLITS for name in names) else 0
     if any(name.count("/") <= level for name in names):
         return None, None
     labels, class_names = number_classes(name.split("/", level + 1)[level] for name in names)
@@ -161,16 +157,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to where one may not look
         return False
-
-
-def _explain_empty(folder: Path, others: Counter[str]) -> str:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
-    hints = {
-        (".npz", ".npy"): "give the path of the .npz or .npy file itself",
-        (".parquet",): "give the path of a .parquet file, or of the folder it lies in",
-        (".tar",): f"name the shards themselves: {folder / '*.tar'}",
-        (".zip", ".gz", ".tgz"): "unpack the archive first",
-    }
-    fitting = (hint for extensions, hint in hints.items() if others.keys() & extensions)
-    hint = next(fitting, "give the path of the folder that holds the images")
-    return f"no images in {folder}: expected {ACCEPTED} files; found {kinds}; {hint}"

@@ -1,7 +1,4 @@
-"""Describe Hugging Face data sets: objects, folders of save_to_disk, parquet files, and data sets of the hub by name.
-
-Needs ``pip install cdc-plugin[data]``. Labels are for reporting only.
-"""
+"""Describe Hugging Face data sets: objects, folders of save_to_disk, parquet files, and those of the hub by name."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cdc_plugin.data.cache import compute_digest
-from cdc_plugin.data.decode import UnreadableImageError, decode_bytes, decode_file, to_rgb
+from cdc_plugin.data.decode import UnreadableImageError, decode_bytes, decode_file
 from cdc_plugin.data.sources.base import UNLABELLED, WORKERS, ImageSource, read_state
 from cdc_plugin.errors import DataError
 
@@ -46,10 +43,7 @@ def describe_saved_dataset(source: str, side: int) -> ImageSource:
 
 
 def describe_parquet(source: str, side: int) -> ImageSource:
-    """Return a source of a parquet file, or those of a folder, with a column of images.
-
-    They are structs of ``bytes`` and ``path``, as ``to_parquet`` writes them.
-    """
+    """Return a source of a parquet file, or those of a folder, with a column of images as ``to_parquet`` writes it."""
     datasets, path = _import_datasets(), Path(source).expanduser()
     files = sorted(map(str, path.iterdir())) if path.is_dir() else [str(path)]
     files = [file for file in files if file.lower().endswith(".parquet") and not Path(file).name.startswith(".")]
@@ -100,7 +94,11 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
             value = stored[index][column]
         except OSError as error:
             raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
-        return _decode(value, side)
+        if value is None:
+            raise UnreadableImageError("there is no image in this row")
+        if value.get("bytes") is not None:
+            return decode_bytes(value["bytes"], side)
+        return decode_file(str(value.get("path")), side)
 
     return ImageSource(
         content=read,
@@ -113,16 +111,6 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
         # Files that a data set points at may change without its fingerprint.
         exact=isinstance(first, dict) and first.get("bytes") is not None,
     )
-
-
-def _decode(value: Any, side: int) -> Image.Image:
-    if isinstance(value, Image.Image):
-        return to_rgb(value)
-    if value is None:
-        raise UnreadableImageError("there is no image in this row")
-    if value.get("bytes") is not None:
-        return decode_bytes(value["bytes"], side)
-    return decode_file(str(value.get("path")), side)
 
 
 def _find_image_column(dataset: Any) -> str:

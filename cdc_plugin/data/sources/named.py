@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from cdc_plugin.core.registry import Registry
-from cdc_plugin.data.sources.arrays import Pixels, describe_array
+from cdc_plugin.data.sources.arrays import describe_array
 from cdc_plugin.data.sources.base import ImageSource, number_classes
 from cdc_plugin.data.sources.folder import describe_files, describe_folder, list_images
 from cdc_plugin.errors import DataError
@@ -50,15 +50,10 @@ SUPERCLASSES = {
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """A data set that can be asked for by name.
+    """A data set that can be asked for by name."""
 
-    Args:
-        load: from the data folder and the side that images are kept at to the images.
-        native_size: side of the images if all have one, else None.
-    """
-
-    load: Callable[[Path, int], ImageSource]
-    native_size: int | None = None
+    load: Callable[[Path, int], ImageSource]  # from the data folder and the side that images are kept at
+    native_size: int | None = None  # side of the images if all have one
 
 
 def find_data_root(root: str | os.PathLike[str] | None = None) -> Path:
@@ -87,7 +82,7 @@ def load_digits(root: Path, side: int) -> ImageSource:
         small, labels = archive["images"], archive["labels"]
     gray = np.rint(small * (255 / 16)).astype(np.uint8)
     large = [np.asarray(Image.fromarray(digit).resize((32, 32), Image.Resampling.BICUBIC)) for digit in gray]
-    return _describe_arrays("digits", np.stack(large), labels, [str(digit) for digit in range(10)])
+    return describe_array(np.stack(large), labels, "digits", [str(digit) for digit in range(10)])
 
 
 def load_cifar(classes: int, root: Path, side: int) -> ImageSource:
@@ -98,7 +93,7 @@ def load_cifar(classes: int, root: Path, side: int) -> ImageSource:
     labels, class_names = np.concatenate([part.targets for part in parts]), list(parts[0].classes)
     if classes == 20:
         labels, class_names = find_coarse_labels(labels), list(SUPERCLASSES)
-    return _describe_arrays(f"cifar{classes}", images, labels, class_names)
+    return describe_array(images, labels, f"cifar{classes}", class_names)
 
 
 def load_stl10(root: Path, side: int) -> ImageSource:
@@ -106,7 +101,7 @@ def load_stl10(root: Path, side: int) -> ImageSource:
     parts = [_load_torchvision("STL10", root, "stl10_binary", split=split) for split in ("train", "test")]
     images = np.concatenate([part.data for part in parts]).transpose(0, 2, 3, 1)
     labels = np.concatenate([part.labels for part in parts])
-    return _describe_arrays("stl10", np.ascontiguousarray(images), labels, list(parts[0].classes))
+    return describe_array(np.ascontiguousarray(images), labels, "stl10", list(parts[0].classes))
 
 
 def load_tinyimagenet(root: Path, side: int) -> ImageSource:
@@ -139,10 +134,6 @@ def load_imagenet_subset(name: str, root: Path, side: int) -> ImageSource:
     names = [f"{wnid}/{image}" for wnid in wanted for image in list_images(folder / wnid)]
     labels, class_names = number_classes([image.split("/", 1)[0] for image in names])
     return describe_files([folder / image for image in names], side, name, names, labels, class_names)
-
-
-def _describe_arrays(name: str, images: Pixels, labels: NDArray[Any], class_names: list[str]) -> ImageSource:
-    return replace(describe_array(images, labels, name), class_names=class_names)
 
 
 def _load_torchvision(kind: str, root: Path, folder: str, **part: Any) -> Any:

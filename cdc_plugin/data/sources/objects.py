@@ -44,7 +44,7 @@ def describe_dataset(dataset: Any, name: str) -> ImageSource:
         names=[str(index) for index in range(len(dataset))],
         labels=labels,
         class_names=list(classes) if named and classes else None,
-        digest=_digest_sample(dataset, name),
+        digest=_digest_sample(dataset, name),  # differs every time if transforms are random
         description=name,
         exact=False,
     )
@@ -78,10 +78,9 @@ def _to_image(image: Any, description: str) -> Image.Image:
     return Image.fromarray(to_pixels(image[None], description)[0])
 
 
-def _digest_sample(items: Any, name: str, looks: int = 32) -> str:
-    """Return a hash of a few items, evenly spread; a data set with random transforms differs every time."""
+def _digest_sample(items: Any, name: str) -> str:
     parts: list[str | bytes] = [name, str(len(items))]
-    for index in spread_evenly(len(items), looks):
+    for index in spread_evenly(len(items), 32):
         try:
             parts.append(_to_image(_split_item(items[index])[0], f"item {index} of {name}").tobytes())
         except OSError:

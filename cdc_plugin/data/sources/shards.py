@@ -45,12 +45,11 @@ def describe_shards(source: str, side: int) -> ImageSource:
 
     Labels are known where every image has a .cls or .json with one. A damaged shard gives what is before the damage,
     and counts as one more image, which cannot be read: so it is named where such images are.
-
-    Args:
-        source: a path, a pattern, a range, or a folder of nothing but shards.
     """
     shards = find_shards(source)
-    titles = _name_shards(shards)
+    titles = [shard.stem for shard in shards]  # in names of images: short, but each in its own way
+    if len(set(titles)) < len(titles):
+        titles = [shard.with_suffix("").as_posix() for shard in shards]
     places, notes, damage = _list_members(shards, titles)
     if not places:
         reason = "".join(f"; {shard} {problem}" for shard, problem in list(damage.items())[:1])
@@ -93,7 +92,10 @@ def find_shards(source: str) -> list[Path]:
         return [Path(text) / name for name in sorted(names)]
     if text.lower().endswith(COMPRESSED):
         raise DataError(_explain_compressed(source))
-    paths = [place for pattern in _expand_ranges(text) for place in _find_matches(pattern)]
+    paths: list[str] = []
+    for pattern in _expand_ranges(text):
+        is_pattern = glob.has_magic(pattern) and not os.path.exists(pattern)
+        paths += sorted(glob.glob(pattern)) if is_pattern else [pattern]
     missing = next((path for path in paths if not os.path.isfile(path)), None)
     if missing is not None or not paths:
         raise DataError(f"no shard at {missing or source}; expected tar files such as 'shards/*.tar'; check the path")
@@ -109,16 +111,6 @@ def _expand_ranges(text: str) -> Iterator[str]:
     first, last = match.groups()
     for number in range(int(first), int(last) + 1):
         yield from _expand_ranges(f"{text[: match.start()]}{number:0{len(first)}d}{text[match.end() :]}")
-
-
-def _find_matches(pattern: str) -> list[str]:
-    return sorted(glob.glob(pattern)) if glob.has_magic(pattern) and not os.path.exists(pattern) else [pattern]
-
-
-def _name_shards(shards: list[Path]) -> list[str]:
-    """Return what the shards are called in names of images: short, but each in its own way."""
-    stems = [shard.stem for shard in shards]
-    return stems if len(set(stems)) == len(stems) else [shard.with_suffix("").as_posix() for shard in shards]
 
 
 def _list_members(shards: list[Path], titles: list[str]) -> tuple[dict[str, Place], dict[str, str], dict[str, str]]:

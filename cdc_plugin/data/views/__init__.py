@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cdc_plugin.data.views.operations import (
-    COLOUR_OPERATIONS,
-    GEOMETRIC_OPERATIONS,
-    identity_maps,
-    random_crops,
-    warp,
-)
+from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, identity_maps, random_crops, warp
 from cdc_plugin.errors import UserError
 
 OPERATIONS = ("identity", *COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)
@@ -37,20 +31,13 @@ def storage_size(input_size: int) -> int:
 
 @dataclass(frozen=True)
 class CropSettings:
-    """The input of a network, and random crops of it.
-
-    Args:
-        input_size: side of the views.
-        mean, std: statistics that images in [0, 1] are normalised with.
-        flip: mirror half of the images; off for digits, letters and the like.
-        crop_scale: smallest area of a random crop.
-    """
+    """The input of a network, and random crops of it."""
 
     input_size: int
-    mean: tuple[float, float, float]
+    mean: tuple[float, float, float]  # as ``std`` a statistic that images in [0, 1] are normalised with
     std: tuple[float, float, float]
-    flip: bool = True
-    crop_scale: float = 0.2
+    flip: bool = True  # mirror half of the images; off for digits, letters and the like
+    crop_scale: float = 0.2  # smallest area of a random crop
 
     def __post_init__(self) -> None:
         if not 0 < self.crop_scale <= 1:
@@ -61,20 +48,12 @@ class CropSettings:
 
 @dataclass(frozen=True)
 class ViewSettings(CropSettings):
-    """How views are made.
+    """How views are made."""
 
-    Args:
-        aspect: range of a crop's width over height.
-        operations: random operations on every strong view; 0 for none.
-        cutout: largest side in pixels of the hole in a strong view; 0 for none, None for half of the input
-            and at most 32.
-        excluded: names of operations that are never drawn.
-    """
-
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    operations: int = 4
-    cutout: int | None = None
-    excluded: tuple[str, ...] = ()
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # range of a crop's width over height
+    operations: int = 4  # random ones on every strong view
+    cutout: int | None = None  # largest side of the hole in a strong view; None for half of the input, at most 32
+    excluded: tuple[str, ...] = ()  # operations that are never drawn
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,40 +91,16 @@ class TakesImages(Protocol):
 
 
 def view_settings(network: TakesImages, **augmentation: Any) -> ViewSettings:
-    """Return the settings of views that suit a network: its input size and statistics, and the augmentation asked for.
-
-    >>> from types import SimpleNamespace
-    >>> network = SimpleNamespace(input_size=32, mean=torch.zeros(3), std=torch.ones(3))
-    >>> view_settings(network, flip=False).mean
-    (0.0, 0.0, 0.0)
-    """
+    """Return the settings of views that suit a network: its input size and statistics, and this augmentation."""
     return ViewSettings(network.input_size, tuple(network.mean.tolist()), tuple(network.std.tolist()), **augmentation)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The images of a batch that are at hand; random numbers are drawn for all, so that views do not depend on it.
+    """The images of a batch that are at hand; random numbers are drawn for all, so that views do not depend on it."""
 
-    Args:
-        count: B, images of the whole batch.
-        rows: (n,) which of them.
-    """
-
-    count: int
-    rows: Tensor
-
-
-def make_views(
-    images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return plain, weak and strong view of uint8 images (n, 3, S, S), in the channels-last layout.
-
-    Args:
-        share: which images of a batch these are; None for all of them.
-    """
-    plain = channels_last(plain_view(images, settings))
-    weak = channels_last(weak_view(images, settings, generator, share))
-    return plain, weak, channels_last(strong_view(images, settings, generator, share))
+    count: int  # images of the whole batch
+    rows: Tensor  # (n,) which of them
 
 
 def channels_last(view: Tensor) -> Tensor:
@@ -154,11 +109,7 @@ def channels_last(view: Tensor) -> Tensor:
 
 
 def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
-    """Return the whole image up to 96 pixels, above the centre crop that leaves out the margin; nothing is random.
-
-    Args:
-        images: uint8 (B, 3, S, S); S need not be the storage size of the input size.
-    """
+    """Return the whole image up to 96 pixels, above the centre crop that leaves out the margin; nothing is random."""
     _check(images)
     size, stored = settings.input_size, images.shape[3]
     side = round(stored * size / storage_size(size))
@@ -170,7 +121,7 @@ def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
 
 
 def weak_view(images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None) -> Tensor:
-    """Return a random resized crop, mirrored half of the time; arguments as in `make_views`."""
+    """Return a random resized crop, mirrored half of the time, of uint8 images that are a share of a batch, or all."""
     _check(images)
     share = share or Share(len(images), torch.arange(len(images)))
     crops = random_crops(share.count, settings.crop_scale, settings.aspect, generator)[share.rows]
@@ -185,8 +136,7 @@ def strong_view(
 
     Each slot draws one of the operations and a magnitude for every image. The geometric ones are merged with
     the crop into a single interpolation, the colour ones follow in the order of their slots: one after
-    another as in RandAugment would blur the image with every step and cost several times as much. Arguments as in
-    `make_views`.
+    another as in RandAugment would blur the image with every step and cost several times as much.
     """
     _check(images)
     share = share or Share(len(images), torch.arange(len(images)))
@@ -210,12 +160,11 @@ def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
     maps = identity_maps(drawn.shape[1])
     for operations, shares in zip(drawn, strength, strict=True):
         for number, name in enumerate(allowed):
-            if name not in GEOMETRIC_OPERATIONS:
-                continue
-            chosen = (operations == number).nonzero().flatten()
-            operation, low, high = GEOMETRIC_OPERATIONS[name]
-            # The latest map acts first on a point of the output.
-            maps[chosen] = maps[chosen] @ operation(low + (high - low) * shares[chosen])
+            if name in GEOMETRIC_OPERATIONS:
+                chosen = (operations == number).nonzero().flatten()
+                operation, low, high = GEOMETRIC_OPERATIONS[name]
+                # The latest map acts first on a point of the output.
+                maps[chosen] = maps[chosen] @ operation(low + (high - low) * shares[chosen])
     return maps
 
 

@@ -18,13 +18,10 @@ CROP_ATTEMPTS = 10
 
 
 def random_crops(count: int, smallest_area: float, aspect: tuple[float, float], generator: torch.Generator) -> Tensor:
-    """Draw boxes of random area and aspect ratio as torchvision's RandomResizedCrop does.
+    """Draw boxes as torchvision's RandomResizedCrop does: (count, 4) half width, half height, centre x, centre y.
 
     Area is uniform from ``smallest_area`` to 1, the aspect ratio log-uniform. A box that does not fit is
     drawn again up to ten times, then the whole image is taken. Positions are not rounded to pixels.
-
-    Returns:
-        (count, 4): half width, half height, centre x, centre y.
     """
     draws = torch.rand(CROP_ATTEMPTS, 2, count, generator=generator)
     area = smallest_area + (1 - smallest_area) * draws[:, 0]
@@ -40,18 +37,13 @@ def random_crops(count: int, smallest_area: float, aspect: tuple[float, float], 
 
 
 def warp(images: Tensor, crops: Tensor, flip: Tensor, maps: Tensor | None, size: int) -> Tensor:
-    """Crop, flip and map a batch in one bilinear interpolation.
+    """Crop, flip and map float images (B, 3, S, S) to (B, 3, size, size) in one bilinear interpolation.
 
     Args:
-        images: float (B, 3, S, S).
         crops: (B, 4) of ``random_crops``, on the CPU like all that is drawn.
         flip: (B,) 1 or -1.
         maps: (B, 3, 3) affine maps that follow the crop, or None. What they bring in from beyond the cropped
             image is black, as if the crop had been an image of its own.
-        size: side of the output.
-
-    Returns:
-        float (B, 3, size, size).
     """
     centres = (torch.arange(size, dtype=torch.float32) * 2 + 1) / size - 1
     device = images.device

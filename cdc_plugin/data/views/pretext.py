@@ -1,8 +1,4 @@
-"""Make the random views of the pretext task: crop, flip, colour jitter, grayscale, blur (appendix of the paper).
-
-As in `data.views` a batch is handled at once, on its device, with parameters of its own for every image; all of
-them are drawn from one CPU generator.
-"""
+"""Make the random views of the pretext task: crop, flip, colour jitter, grayscale, blur (appendix of the paper)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,15 +16,11 @@ BLUR_SIGMA = (0.1, 2.0)  # pixels, as in SimCLR and MoCo-v2
 
 @dataclass(frozen=True)
 class PretextSettings(CropSettings):
-    """How the views of the pretext task are made.
+    """How the views of the pretext task are made."""
 
-    Args:
-        jitter: largest change of brightness, contrast, saturation and hue; hue in turns of the colour circle.
-        jitter_share, grayscale, blur: share of the views that are changed so.
-    """
-
+    # Largest change of brightness, contrast, saturation and hue; hue in turns of the colour circle.
     jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)
-    jitter_share: float = 0.8
+    jitter_share: float = 0.8  # of the views that are changed, as the two below
     grayscale: float = 0.2
     blur: float = 0.5
 
@@ -110,10 +102,7 @@ def gaussian_blur(pixels: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _jitter(pixels: Tensor, settings: PretextSettings, generator: torch.Generator) -> Tensor:
-    """Change the colours of a share of the images, in an order that is drawn for the batch.
-
-    Torchvision draws one for every image, which would take the batch apart.
-    """
+    """Change the colours of a share of the images, in one order for the batch: one per image would take it apart."""
     count = len(pixels)
     chosen = torch.rand(count, generator=generator) < settings.jitter_share
     drawn = 2 * torch.rand(4, count, generator=generator) - 1

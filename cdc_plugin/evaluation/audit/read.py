@@ -93,11 +93,7 @@ class AuditResult:
 
 
 def read_answers(path: Path) -> AuditResult:
-    """Return what the answers in a file (or in the folder of an audit) say about the accuracy.
-
-    Raises:
-        DataError: there are no answers, or yes and no are mixed with names of classes.
-    """
+    """Return what the answers in a file (or in the folder of an audit) say about the accuracy."""
     sheet = read_sheet(path)
     rows = [row for row in sheet.rows if _normalise(row) not in NOT_ANSWERED]
     words = [_normalise(row) for row in rows]
@@ -126,7 +122,7 @@ def _summarise(
     sheet: Sheet, rows: list[AuditRow], right: NDArray[np.bool_], question: str, notes: list[str]
 ) -> AuditResult:
     confidence = np.array([row.confidence for row in rows])
-    bins = choose_bin_count(len(rows))
+    bins = min(max(len(rows) // ANSWERS_PER_BIN, 1), MOST_BINS)
     # Selected images come first in the order of the draw, so they are an audit of their own, except for at most one
     # draw: that of the stratum which holds both selected images and others.
     selected = np.array([bool(row.selected) for row in rows])
@@ -209,11 +205,6 @@ def compute_accuracy_bound(right: int, answered: int, certainty: float = 0.95) -
     from scipy.stats import binomtest
 
     return float(binomtest(right, answered, alternative="greater").proportion_ci(certainty, method="exact").low)
-
-
-def choose_bin_count(answered: int) -> int:
-    """Return how many bins hold at least 10 answers each: at least one bin, at most 15."""
-    return min(max(answered // ANSWERS_PER_BIN, 1), MOST_BINS)
 
 
 def simulate_calibration_error(confidence: NDArray[np.float64], bins: int) -> float:

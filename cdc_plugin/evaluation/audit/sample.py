@@ -21,10 +21,6 @@ def draw_rows(
     x >= count p + 1, and likewise below. The Clopper-Pearson bounds at error rate a use tails in that range, so they
     hold as stated if p and 1 - p are at least 1 - (1 - a)^(1 / count), or 0. Beyond that (fewer than 0.053 / count of
     the images right, or wrong, at a = 0.05) the probability of a miss is at most -ln(1 - a) = 0.0513 instead of 0.05.
-
-    Args:
-        confidence: (N,) calibrated confidence of every image.
-        selected: (N,) whether an image is among those that the user selected; None without a selection.
     """
     randomness = np.random.default_rng(seed)
     groups = np.zeros(len(confidence), dtype=bool) if selected is None else ~np.asarray(selected, dtype=bool)

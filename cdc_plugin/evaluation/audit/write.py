@@ -22,7 +22,7 @@ DRAWN_SIDE, TYPICAL_SIDE, SMALLEST_SIDE = 224, 112, 32
 MANY_CLUSTERS = 40
 BLOCK = 512  # images that are in memory at once; each block may read a packed file from its start
 
-Read = Callable[[NDArray[np.int64]], NDArray[np.uint8]]
+Read = Callable[[NDArray[np.int64]], NDArray[np.uint8]]  # from n rows of a table to their pixels (n, S, S, 3)
 
 
 def check_audit(folder: Path, count: int, overwrite: bool) -> None:
@@ -42,12 +42,7 @@ def check_audit(folder: Path, count: int, overwrite: bool) -> None:
 def write_audit(
     folder: Path, table: np.recarray, count: int, seed: int, read: Read, source: str, overwrite: bool
 ) -> list[Path]:
-    """Draw ``count`` images of a table of predictions, write sheet and page, and return their paths.
-
-    Args:
-        read: returns the pixels (n, S, S, 3) of n rows of the table.
-        source: what was predicted, by which model; shown on the page and kept in the file.
-    """
+    """Draw ``count`` images of a table of predictions, write sheet and page, and return their paths."""
     check_audit(folder, count, overwrite)
     selected = table["selected"] if "selected" in (table.dtype.names or ()) else None
     rows = draw_rows(table["confidence"], selected, count, seed)

@@ -81,10 +81,6 @@ def write(to: str, out: Path, tables: Iterable[np.recarray], source: str | Path)
     """Write a table that comes in parts, and return the files; for ``folders`` the list of all links.
 
     Csv and parquet hold few parts in memory at once, the other formats all of them.
-
-    Args:
-        tables: as of ``cdc_plugin.evaluation.records``.
-        source: the folder that the names in the table are relative to, or the single image in the table.
     """
     from cdc_plugin.evaluation.records import concatenate_tables, write_tables
     from cdc_plugin.evaluation.writers import cvat, files, folders

@@ -38,11 +38,7 @@ def escape_name(name: str) -> str:
 
 
 def convert_columns(table: np.recarray, flag: type = int) -> dict[str, list[Any]]:
-    """Return all columns but the name as lists of JSON values, with 6 decimals and None for NaN.
-
-    Args:
-        flag: how true and false are written: as ``int`` (1 and 0) or as ``bool``.
-    """
+    """Return all columns but the name as lists of JSON values, 6 decimals, None for NaN, ``flag(True)`` for true."""
 
     def convert(column: np.ndarray) -> list[Any]:
         if column.dtype.kind == "f":
@@ -54,11 +50,7 @@ def convert_columns(table: np.recarray, flag: type = int) -> dict[str, list[Any]
 
 
 def write_parquet(out: Path, tables: Iterable[np.recarray]) -> list[Path]:
-    r"""Write the columns of the CSV; paths are strings (bytes that are not UTF-8 as ``\xff``), an index is int64.
-
-    Args:
-        tables: at least one, all with the same columns; few are in memory at once.
-    """
+    r"""Write the columns of the CSV; paths are strings (bytes that are not UTF-8 as ``\xff``), an index is int64."""
     import pyarrow
     from pyarrow import parquet
 

@@ -61,7 +61,7 @@ def check_links(out: Path, folder: Path) -> None:
 
 def write_folders(out: Path, table: np.recarray, folder: Path) -> list[Path]:
     """Create all links in a folder beside ``out`` and rename it, so that the export is complete or absent."""
-    from cdc_plugin.evaluation.records import write_table
+    from cdc_plugin.evaluation.records import write_tables
 
     check_folder(out, overwrite=True)  # again: people may have put files there during the prediction
     target, images = Path(os.path.realpath(out)), Path(os.path.realpath(folder))
@@ -73,7 +73,8 @@ def write_folders(out: Path, table: np.recarray, folder: Path) -> list[Path]:
             _create_links(fresh, links, paths, images, target)
             columns = table.dtype.names or ()
             listed = [np.array(links, dtype=object), *(table[column] for column in columns)]
-            write_table(Path(fresh, LINKS), np.rec.fromarrays(listed, names=["link", *columns]))  # type: ignore[call-overload]
+            content = np.rec.fromarrays(listed, names=["link", *columns])  # type: ignore[call-overload]
+            write_tables(Path(fresh, LINKS), [content])
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(fresh, 0o777 & ~mask)  # mkdtemp makes private folders

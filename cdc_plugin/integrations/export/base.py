@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cdc_plugin.checkpoints.formats.native import VERSION
 from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
 from cdc_plugin.checkpoints.weights import compare, load_strictly
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import write_text
 from cdc_plugin.errors import CheckpointError, OutputError, option
 from cdc_plugin.models.architectures import build, describe, skeleton
 from cdc_plugin.models.backbone import Backbone
@@ -28,36 +28,23 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export.
+    """The result of an export."""
 
-    Args:
-        files: the weights first.
-        network: its name in the other library.
-        load: lines of code, or a command, that load it.
-        notes: caveats for the user.
-    """
-
-    files: tuple[Path, ...]
-    network: str
-    load: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...]  # the weights first
+    network: str  # its name in the other library
+    load: tuple[str, ...]  # lines of code, or a command, that load it
+    notes: tuple[str, ...] = ()  # caveats for the user
 
 
 @dataclass(frozen=True)
 class Source:
-    """A backbone with the head that predicts, if there is one.
+    """A backbone with the head that predicts, if there is one."""
 
-    Args:
-        name: the path it came from, for messages.
-        epochs: how long it was trained, where known.
-        model: the whole model, where the user gave one in memory.
-    """
-
-    name: str
+    name: str  # the path it came from, for messages
     backbone: Backbone
     head: nn.Module | None = None
-    epochs: int | None = None
-    model: Clusterer | None = None
+    epochs: int | None = None  # how long it was trained, where known
+    model: Clusterer | None = None  # where the user gave a whole one in memory
 
     @property
     def network(self) -> str:
@@ -88,11 +75,7 @@ class Source:
 
 
 def open_source(model: str | Path | Clusterer | Backbone, format: str | None, arch: str | None) -> Source:
-    """Return the model to export, in evaluation mode.
-
-    Raises:
-        CheckpointError: the network's stem is only guessed, which an export must not state as a fact.
-    """
+    """Return the model to export, in evaluation mode; refuse a guessed stem, which an export would state as a fact."""
     if isinstance(model, Clusterer):
         source = Source("the model", model.backbone.eval(), model.calibration_head.eval(), model=model.eval())
     elif isinstance(model, Backbone):
@@ -164,8 +147,7 @@ def create_folder(out: Path) -> Path:
 def check_file(out: Path, suffixes: tuple[str, ...], example: str, overwrite: bool, described: bool = False) -> None:
     """Refuse a file with another suffix, without a parent folder, or that exists, unless ``overwrite``.
 
-    Args:
-        described: a description will be written beside it, which must not exist either.
+    Where it will be ``described``, the description beside it must not exist either.
     """
     if out.is_dir():
         raise OutputError(f"{out} is a folder; give the path of a file, such as {out / example}")
@@ -188,11 +170,7 @@ def refuse_results(folder: Path) -> None:
 
 
 def write_description(weights: Path, source: Source, spec: dict[str, Any], made: dict[str, Any]) -> Path:
-    """Write beside the weights how this package rebuilds their network, and return that file.
-
-    Args:
-        made: for which library, under which name, and how it is loaded.
-    """
+    """Write beside the weights how this package rebuilds their network, and return that file."""
     backbone = {"spec": spec, "feature_dim": source.backbone.feature_dim, **source.input_facts()}
     if source.backbone.inferred:
         backbone["inferred"] = list(source.backbone.inferred)
@@ -208,8 +186,7 @@ def write_description(weights: Path, source: Source, spec: dict[str, Any], made:
 
 def write_json(file: Path, content: dict[str, Any]) -> Path:
     """Write JSON atomically, and return the file."""
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(file, json.dumps(content, indent=2) + "\n")
     return file
 
 

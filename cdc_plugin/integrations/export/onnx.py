@@ -53,7 +53,16 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
         )
     names = ("features",) if source.head is None else ("probabilities", "features")
     program = _trace(model, names, source)
-    program.model.metadata_props.update(_metadata(source))
+    facts = {
+        "producer": "cdc_plugin",
+        "input": "RGB images in [0, 1], float32 (N, 3, S, S); mean and std are inside the graph",
+        **source.input_facts(),
+        "network": source.network,
+        "feature_dim": source.backbone.feature_dim,
+        **({} if source.head is None else {"clusters": source.head.clusters}),
+    }
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
+    program.model.metadata_props.update(metadata)
 
     def write(path: Path) -> None:
         program.save(path, external_data=False)
@@ -87,18 +96,6 @@ def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
     except Exception as error:  # the exporter raises its own errors, which vary with its version
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise CheckpointError(f"torch cannot export {source.name} ({source.network}) to ONNX: {reason}") from error
-
-
-def _metadata(source: Source) -> dict[str, str]:
-    facts = {
-        "producer": "cdc_plugin",
-        "input": "RGB images in [0, 1], float32 (N, 3, S, S); mean and std are inside the graph",
-        **source.input_facts(),
-        "network": source.network,
-        "feature_dim": source.backbone.feature_dim,
-        **({} if source.head is None else {"clusters": source.head.clusters}),
-    }
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
 
 
 def _check(path: Path, model: ImageModel, source: Source) -> None:

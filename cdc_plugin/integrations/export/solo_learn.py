@@ -30,26 +30,12 @@ CUSTOM = (IMAGENET_MEAN, IMAGENET_STD, 224)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings from which solo-learn builds a network.
-
-    Args:
-        method: decides the class of a vision transformer; ``base`` is solo-learn's name for no method.
-        dataset: decides the stem of a ResNet.
-    """
+    """Settings from which solo-learn builds a network."""
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
-    method: str = "base"
-    dataset: str = "custom"
-
-    def overrides(self, checkpoint: Path) -> str:
-        """Return the arguments that ``main_linear.py`` needs."""
-        kwargs = "".join(f" ++backbone.kwargs.{key}={value}" for key, value in self.kwargs.items())
-        # Hydra removes the quotes; without them the equals sign in the file name would be an error.
-        return (
-            f"backbone.name={self.name}{kwargs} pretrain_method={self.method} data.dataset={self.dataset} "
-            f"'pretrained_feature_extractor=\"{checkpoint}\"'"
-        )
+    method: str = "base"  # decides the class of a vision transformer; "base" is solo-learn's name for no method
+    dataset: str = "custom"  # decides the stem of a ResNet
 
 
 def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Export:
@@ -61,7 +47,13 @@ def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Export:
     payload = build_payload(source)
     write_atomically(checkpoint, lambda path: torch.save(payload, path))
     arguments = base.write_json(folder / "args.json", build_arguments(source, settings))
-    load = (f"python main_linear.py --config-path FOLDER --config-name FILE.yaml {settings.overrides(checkpoint)}",)
+    kwargs = "".join(f" ++backbone.kwargs.{key}={value}" for key, value in settings.kwargs.items())
+    # Hydra removes the quotes; without them the equals sign in the file name would be an error.
+    load = (
+        f"python main_linear.py --config-path FOLDER --config-name FILE.yaml backbone.name={settings.name}{kwargs} "
+        f"pretrain_method={settings.method} data.dataset={settings.dataset} "
+        f"'pretrained_feature_extractor=\"{checkpoint}\"'",
+    )
     made = {"library": "solo-learn", "network": settings.name, "load": load}
     described = base.write_description(checkpoint, source, spec, made)
     base.remove_earlier(folder, ".ckpt", keep=checkpoint)

@@ -28,10 +28,8 @@ def export_timm(source: Source, out: Path, overwrite: bool) -> Export:
         others = f"{option('to', 'torchvision')} takes ResNets with any stem, {option('to', 'onnx')} any network"
         raise source.refuse("timm", others)
     folder = base.create_folder(out)
-    weights, load = (
-        folder / WEIGHTS,
-        ("import timm", f'model = timm.create_model("local-dir:{folder}", pretrained=True)'),
-    )
+    weights = folder / WEIGHTS
+    load = ("import timm", f'model = timm.create_model("local-dir:{folder}", pretrained=True)')
     tensors = source.weights()
     write_atomically(weights, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     config = base.write_json(folder / CONFIG, build_config(source, spec))

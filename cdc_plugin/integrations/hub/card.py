@@ -17,12 +17,7 @@ MEASURED = ("ACC", "NMI", "ARI", "ECE", "AUROC", "AURC", "FPR95")
 
 
 def render_card(description: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Return the README.md of an export.
-
-    Args:
-        description: the content of config.json.
-        report: the content of the run's report.json; empty where there is none.
-    """
+    """Return the README.md of an export, from its config.json and its run's report.json, which may be empty."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # escaped by _escape, for Markdown

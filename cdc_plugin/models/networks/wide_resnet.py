@@ -33,14 +33,7 @@ def build_wide_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
 
 
 class WideResNet(nn.Module):
-    """Images (N, 3, H, W) to features (N, widths[-1]).
-
-    Args:
-        blocks: per stage.
-        widths: of the stem and the stages.
-        activates: for each stage as in `_Block`.
-        options: ``bias`` of convolutions, ``eps`` and ``momentum`` of BatchNorm.
-    """
+    """Images (N, 3, H, W) to features (N, widths[-1]); ``widths`` begin with the stem, ``blocks`` are per stage."""
 
     def __init__(
         self, blocks: int, widths: Sequence[int], strides: Sequence[int], activates: Sequence[bool], **options: Any
@@ -49,8 +42,11 @@ class WideResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, widths[0], 3, padding=1, bias=options["bias"])
         self.stages = [f"block{number}" for number in range(1, len(widths))]
         for stage, name in enumerate(self.stages):
-            shape = (widths[stage], widths[stage + 1], strides[stage], activates[stage])
-            setattr(self, name, _build_stage(blocks, *shape, **options))
+            width = widths[stage + 1]
+            first = _Block(widths[stage], width, strides[stage], activates[stage], **options)
+            rest = (_Block(width, width, 1, activates[stage], **options) for _ in range(blocks - 1))
+            layer = nn.Sequential(first, *rest)
+            setattr(self, name, nn.Sequential(OrderedDict(layer=layer)))  # nested for the names of its weights
         self.bn1 = nn.BatchNorm2d(widths[-1], options["eps"], options["momentum"])
 
     def forward(self, images: Tensor) -> Tensor:
@@ -58,12 +54,6 @@ class WideResNet(nn.Module):
         for name in self.stages:
             maps = getattr(self, name)(maps)
         return F.leaky_relu(self.bn1(maps), SLOPE).mean(dim=(2, 3))
-
-
-def _build_stage(blocks: int, inputs: int, width: int, stride: int, activates: bool, **options: Any) -> nn.Module:
-    rest = (_Block(width, width, 1, activates, **options) for _ in range(blocks - 1))
-    layer = nn.Sequential(_Block(inputs, width, stride, activates, **options), *rest)
-    return nn.Sequential(OrderedDict(layer=layer))  # nested for the names of its weights
 
 
 class _Block(nn.Module):

@@ -24,10 +24,7 @@ SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}  # limits of a setting
 
 @dataclass
 class PretrainConfig:
-    """The request for a run of the pretext stage; None means "choose for me".
-
-    The defaults are the paper's (appendix, "Representation Learning").
-    """
+    """The request for a run of the pretext stage; None means "choose for me". The defaults are the paper's."""
 
     RECIPES: ClassVar[str] = "pretrain"
 
@@ -112,11 +109,7 @@ def load_pretrain_config(
     overrides: Iterable[str] = (),
     infer: Callable[[PretrainConfig], Mapping[str, Any]] | None = None,
 ) -> PretrainConfig:
-    """Return the defaults, overlaid by a recipe (shipped name or YAML file), by flags and by ``key=value`` words.
-
-    Args:
-        infer: returns the recipe that suits the data, which all of these overlay; not called for a shipped recipe.
-    """
+    """Return settings as `load_config` does, above what ``infer`` says of the data unless a shipped recipe is asked."""
     shipped = recipe is not None and find_recipe(recipe, "pretrain").parent == recipe_folder("pretrain")
     config = load_config(recipe, flags, overrides, schema=PretrainConfig)
     if infer is not None and not shipped:

@@ -12,7 +12,7 @@ from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
 from cdc_plugin.training.pretext.config import ResolvedPretrainConfig
 from cdc_plugin.training.pretext.methods import Pretext
-from cdc_plugin.training.runtime import autocast
+from cdc_plugin.training.runtime import Runtime
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...) gives each its own stream.
 WEIGHTS, ORDER, VIEWS, LAYERS = 21, 22, 23, 24
@@ -77,7 +77,7 @@ class Pretrainer:
         self.task.train()
         if config.ema is not None and config.ema_end is not None:
             self.task.follow(cosine_schedule(self.steps, self.total_steps, config.ema, config.ema_end))
-        with autocast(self.device, config.precision):
+        with Runtime(self.device, config.precision).autocast():
             loss, embedding = self.task(first, second)
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()

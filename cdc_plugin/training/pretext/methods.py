@@ -123,10 +123,7 @@ class MoCoV2(_WithMomentum):
 
     @torch.no_grad()
     def _keys(self, images: Tensor) -> Tensor:
-        """Return keys by groups of a shuffled batch, so that the statistics of BatchNorm do not give pairs away.
-
-        MoCo shuffles between devices; groups do the same on one.
-        """
+        """Return keys by groups of a shuffled batch, as MoCo's by devices, lest BatchNorm's statistics tell pairs."""
         order = torch.randperm(len(images)).to(images.device)
         keys = torch.cat([self.momentum(group) for group in images[order].tensor_split(KEY_GROUPS)])
         return keys[order.argsort()].float()

@@ -2,28 +2,27 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from cdc_plugin.checkpoints.formats.native import DESCRIPTION, VERSION, WEIGHTS
 from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.recipes import find_recipe, read_recipe
 from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.core.random_streams import fork_rng, generator
-from cdc_plugin.data.atomic import write_atomically, write_text
-from cdc_plugin.data.images import ImageSet, describe_source, native_size, open_images
+from cdc_plugin.data.atomic import write_text
+from cdc_plugin.data.images import ImageSet, describe_source, native_size
 from cdc_plugin.data.views import SMALL_SIDE
 from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton
-from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.clusterer import write_model
+from cdc_plugin.training.prepare import read_images
 from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
     TITLES,
@@ -35,6 +34,7 @@ from cdc_plugin.training.pretext.config import (
 )
 from cdc_plugin.training.pretext.methods import METHODS, fresh_backbone, require_lightly, spec_of
 from cdc_plugin.training.progress import COLLAPSED, PretextProgress, log, log_to, show_progress
+from cdc_plugin.training.resume import check_resume_settings
 from cdc_plugin.training.run_folder import (
     CONFIG,
     HISTORY,
@@ -76,10 +76,7 @@ def pretrain(
 ) -> Pretrained:
     """Train a backbone on images without labels and write it in the package's own format.
 
-    Args:
-        recipe: name of a shipped recipe or path of a YAML file; its size follows from the data if left out.
-        flags: fields of `PretrainConfig`, such as ``{"data": "photos/", "epochs": 30}``.
-        overrides: the same as ``key=value`` words.
+    Settings are given as to `load_pretrain_config`; without a recipe, the number of images decides on one.
     """
     words = list(overrides)
     config = load_pretrain_config(recipe, flags, words)
@@ -108,7 +105,7 @@ def start(request: PretrainConfig, folder: Path) -> tuple[ResolvedPretrainConfig
     if size is None:
         native = native_size(request.data)
         size = min(native if native is not None and native <= SMALL_SIDE else 224, request.largest_size)
-    images = _open(request, size)
+    images = read_images(request.data, size, request.data_root, show_progress)
     config = resolve(request, len(images), size)
     if request.queue not in (None, config.queue):
         log.info("a queue of %d keys, not %d: there are %d images", config.queue, request.queue, len(images))
@@ -127,20 +124,14 @@ def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple
     if state.get("tool") != TOOL:
         raise UserError(f"{folder} is not a run of {TOOL}; continue it with cdc-refine --resume --out {folder}")
     stored = ResolvedPretrainConfig(**vars(load_pretrain_config(folder / CONFIG)))
-    images = _open(stored, stored.input_size)
+    images = read_images(stored.data, stored.input_size, stored.data_root, show_progress)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
-    default = {**vars(PretrainConfig()), "out": given.out, "device": given.device}  # these two may change
-    asked = {name: value for name, value in vars(given).items() if value != default[name]}
-    # Sizes beyond the data were cut when the run began; the same command must be taken again.
-    size = asked.get("input_size") or stored.input_size
-    wanted = vars(resolve(dataclasses.replace(stored, **asked), len(images), size))
-    for name, value in vars(stored).items():
-        if name in asked and wanted[name] != value:
-            raise UserError(
-                f"{folder} was begun with {name}={value}, now {name}={asked[name]} is asked for; "
-                "resume without it, or start another run with its own --out"
-            )
+
+    def resolve_again(wanted: PretrainConfig) -> ResolvedPretrainConfig:
+        return resolve(wanted, len(images), wanted.input_size or stored.input_size)
+
+    check_resume_settings(given, stored, resolve_again, folder)
     log.info("continuing after epoch %d", state["trainer"]["epoch"])
     return dataclasses.replace(stored, out=given.out, device=given.device), images
 
@@ -161,12 +152,21 @@ def train(
     network = describe(backbone.spec)
     log.info("%s on %d images of %d px: %s", TITLES[config.method], len(images), config.input_size, network)
     bar = PretextProgress(trainer.epoch, config.epochs, steps, config.method, config.warmup_epochs)
+    origin = {
+        "tool": TOOL,
+        "method": f"{TITLES[config.method]} (lightly {version('lightly')})",
+        "data": images.source,
+        "data_digest": images.digest,
+        "epochs": trainer.epoch,
+        "of_epochs": config.epochs,
+        "seed": config.seed,
+    }
 
     def after_epoch(stats: dict[str, float]) -> None:
         history.append(bar.after_epoch(stats))
         if trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs:
-            # The state comes last: when it says that all epochs are done, everything else is there.
-            _write_model(config, images, backbone, trainer.epoch, folder)
+            # The model first: a run can be used before it ends. The state last: what it says is done, is there.
+            write_model(folder, backbone, {**origin, "epochs": trainer.epoch})
             write_history(folder / HISTORY, history)
             kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
             write_state(folder, kept)
@@ -221,34 +221,3 @@ def infer_recipe(request: PretrainConfig) -> Mapping[str, Any]:
     name = default_recipe(request.method, count)
     log.info("%d images: settings of recipe %s", count, name)
     return read_recipe(find_recipe(name, "pretrain"))
-
-
-def _open(config: PretrainConfig, size: int) -> ImageSet:
-    images = open_images(config.data, size, labels=False, root=config.data_root, progress=show_progress)
-    for name, reason in images.skipped:
-        log.warning("skipped %s: %s", name, reason)
-    return images
-
-
-def _write_model(
-    config: ResolvedPretrainConfig, images: ImageSet, backbone: Backbone, epoch: int, folder: Path
-) -> None:
-    """Write the backbone of the last epoch in the native format, so that a run can be used before it ends."""
-    from lightly import __version__ as lightly_version
-
-    record = {"spec": backbone.spec, "feature_dim": backbone.feature_dim, "mean": config.mean, "std": config.std}
-    provenance = {
-        "tool": TOOL,
-        "method": f"{TITLES[config.method]} (lightly {lightly_version})",
-        "data": images.source,
-        "data_digest": images.digest,
-        "epochs": epoch,
-        "of_epochs": config.epochs,
-        "seed": config.seed,
-    }
-    facts = {"backbone": {**record, "input_size": config.input_size}, "provenance": provenance}
-    description = {"format": "cdc_plugin", "version": VERSION, **facts}
-    weights = backbone.module.state_dict()
-    tensors = {f"backbone.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
-    write_text(folder / DESCRIPTION, json.dumps(description, indent=2) + "\n")

@@ -18,24 +18,15 @@ CIFAR20 = ([0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761])
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint and what must be read from it.
-
-    Args:
-        network: computes the features of normalised images.
-        heads: compute logits of features.
-        side: of the images to compare with; ``size`` is what the loader must say.
-        inferred: facts that the file leaves open, if the test is to compare them.
-        average: the moving average beside ``network``, if the file has both.
-        wanted: arguments of ``Wanted``.
-    """
+    """A checkpoint and what must be read from it."""
 
     path: Path
     format: str
-    network: nn.Module
-    heads: tuple[nn.Module, ...] = ()
+    network: nn.Module  # computes the features of normalised images
+    heads: tuple[nn.Module, ...] = ()  # compute logits of features
     statistics: tuple[Sequence[float], Sequence[float]] = IMAGENET
     size: int = 32
-    side: int = 32
-    inferred: set[str] | None = None
-    average: nn.Module | None = None
+    side: int = 32  # of the images to compare with; ``size`` is what the loader must say
+    inferred: set[str] | None = None  # facts that the file leaves open, if the test is to compare them
+    average: nn.Module | None = None  # the moving average beside ``network``, if the file has both
     wanted: dict[str, Any] = field(default_factory=dict)

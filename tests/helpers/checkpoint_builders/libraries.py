@@ -25,9 +25,8 @@ def timm_state(folder):
     network = created("test_resnet", num_classes=7)
     torch.save(network.state_dict(), folder / "weights.pth")
     network.reset_classifier(0)
-    return Case(
-        folder / "weights.pth", "timm", network, statistics=HALF, size=160, inferred={"mean", "std", "input_size"}
-    )
+    path, inferred = folder / "weights.pth", {"mean", "std", "input_size"}
+    return Case(path, "timm", network, statistics=HALF, size=160, inferred=inferred)
 
 
 def timm_training(folder):

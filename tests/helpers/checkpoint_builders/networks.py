@@ -46,13 +46,7 @@ class ResNet(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """Pre-activation with leaky ReLU; a shortcut with a convolution starts after the activation.
-
-    Args:
-        epsilon: of the norms: torch's in SPICE, 0.001 in solo-learn.
-        bias: whether convolutions have one, as in solo-learn.
-        activate: whether the maps pass norm and activation for the shortcut and the first convolution.
-    """
+    """Pre-activation with leaky ReLU, where ``activate`` is set; a shortcut with a convolution starts after it."""
 
     def __init__(self, inputs, width, stride, epsilon, bias, project, activate=True):
         super().__init__()

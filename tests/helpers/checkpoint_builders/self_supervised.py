@@ -60,9 +60,9 @@ def solo_run(folder, args, network, prefix="backbone.", average=None, **more):
     return folder
 
 
-def cifar_resnet(padding, seed=0):
+def cifar_resnet(padding, seed=0, make=models.resnet18):
     """Return torchvision's network with the stem that solo-learn gives it for CIFAR."""
-    network = models.resnet18()
+    network = make()
     network.conv1 = nn.Conv2d(3, 64, 3, 1, padding, bias=False)
     network.maxpool = network.fc = nn.Identity()
     return with_noise(network, seed)

@@ -26,26 +26,19 @@ def test_classifier_and_batch_counter_may_differ():
     load_strictly(network(), state, "test")
 
 
-def test_every_disagreement_is_counted_and_named_with_its_neighbour():
-    state = network().state_dict()
+def test_every_disagreement_is_counted_and_named_with_its_neighbour_and_nothing_is_copied():
+    state, target = network().state_dict(), network()
+    before = target[0].bias.clone()
     state["0.weights"] = state.pop("0.weight")
     state["1.bias"] = torch.zeros(5)
     with pytest.raises(UserError) as caught:
-        load_strictly(network(), state, "a.pth")
+        load_strictly(target, state, "a.pth")
+    assert torch.equal(target[0].bias, before)
     message = str(caught.value)
     assert "5 of 7 weights match, 1 missing, 1 unexpected, 1 misshapen" in message
     assert "missing 0.weight (near: 0.weights)" in message
     assert "shapes 1.bias (5,) for (4,)" in message
     assert "\n" not in message
-
-
-def test_refused_load_leaves_the_network_as_it_was():
-    target = network()
-    before = target[0].weight.clone()
-    state = network().state_dict() | {"extra": torch.ones(1)}
-    with pytest.raises(UserError):
-        load_strictly(target, state, "test")
-    assert torch.equal(target[0].weight, before)
 
 
 def test_message_lists_five_names_of_a_kind_and_the_error_holds_all():
@@ -59,7 +52,4 @@ def test_message_lists_five_names_of_a_kind_and_the_error_holds_all():
 
 
 def test_nearest_name_is_none_where_nothing_is_alike():
-    assert nearest("layer1.0.conv1.weight", ["backbone.layer1.0.conv1.weight", "fc.bias"]) == (
-        "backbone.layer1.0.conv1.weight"
-    )
     assert nearest("conv1.weight", ["queue"]) is None

@@ -12,6 +12,7 @@ from cdc_plugin.comparison.cell import build_cell, read_record, slugify
 from cdc_plugin.comparison.datasets import DatasetRequest, open_dataset
 from cdc_plugin.comparison.methods import METHODS, find_method
 from cdc_plugin.comparison.run import MethodComparison, compare_methods
+from cdc_plugin.comparison.train import TRAININGS
 from cdc_plugin.errors import UserError
 from tests.helpers.json_records import check_record
 
@@ -40,7 +41,7 @@ def everything(tiny_checkpoint, images, tmp_path_factory) -> tuple[MethodCompari
     return compare(tiny_checkpoint, images, methods, out, outside=[str(outside)]), out
 
 
-def test_every_method_ends_in_a_row_with_figures(everything):
+def test_every_method_ends_in_a_row_with_figures_and_scores_outside_images_if_it_has_heads(everything):
     compared, _ = everything
     assert compared.failures == {}
     labels = [row.label for row in compared.rows]
@@ -49,15 +50,11 @@ def test_every_method_ends_in_a_row_with_figures(everything):
         assert row.values["ACC"] is not None, row.label
         assert (row.values["ECE"] is None) is (row.method == "kmeans")
         assert row.uses_labels is (row.method in ("temperature", "linear", "supervised"))
-
-
-def test_outside_images_are_scored_by_every_method_with_heads(everything):
-    compared, _ = everything
     scored = {row.method for row in compared.rows if row.values.get("AUROC noise") is not None}
     assert scored == {row.method for row in compared.rows} - {"kmeans", "temperature"}
 
 
-def test_the_result_folder_holds_tables_cells_and_a_page(everything):
+def test_the_result_folder_holds_tables_cells_a_page_and_what_all_methods_share(everything):
     _, out = everything
     tables = {"table.csv", "table.md", "table.tex", "cells.csv"}
     others = {"cells", "comparison.json", "report.html", "report.json", "shared", "train.log"}
@@ -68,6 +65,11 @@ def test_the_result_folder_holds_tables_cells_and_a_page(everything):
     for name, kind in (("report.json", "method_comparison"), ("comparison.json", "comparison_settings")):
         check_record(json.loads((out / name).read_text(encoding="utf-8")), kind)
     assert not list(out.glob("cells/*/*/seed0/"))  # models that were kept for a second stage are gone
+    # All methods of a seed start from the same heads, features and views.
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("cells/some/*/seed0.json")]
+    assert len({json.dumps(record["settings"]["augment"]) for record in records}) == 1
+    for name in ("start-seed0.pt", "features-*.pt"):
+        assert len(list((out / "shared" / "some").glob(name))) == 1
 
 
 def test_a_cell_of_cdc_is_the_run_that_the_stage_makes(everything, tiny_checkpoint, images, tmp_path):
@@ -103,14 +105,6 @@ def test_a_second_stage_runs_its_first_again_only_where_the_model_is_gone(tiny_c
     assert ran == ["scan2", "scan2", "scan3"]
 
 
-def test_all_methods_of_a_seed_start_from_the_same_heads_and_views(everything):
-    _, out = everything
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("cells/some/*/seed0.json")]
-    assert len({json.dumps(record["settings"]["augment"]) for record in records}) == 1
-    assert len(list((out / "shared" / "some").glob("start-seed0.pt"))) == 1
-    assert len(list((out / "shared" / "some").glob("features-*.pt"))) == 1
-
-
 def test_a_frozen_backbone_computes_its_views_once(tiny_checkpoint, images, tmp_path):
     methods = "cdc,scan2,scan3,spice,cc,secu"
     compared = compare(tiny_checkpoint, images, methods, tmp_path / "grid", freeze_backbone=True)
@@ -118,16 +112,13 @@ def test_a_frozen_backbone_computes_its_views_once(tiny_checkpoint, images, tmp_
     assert not list((tmp_path / "grid" / "shared").glob("*/views-*"))  # they can be large
 
 
-def test_without_labels_sizes_and_confidence_are_compared(tiny_checkpoint, images, tmp_path):
-    compared = compare(tiny_checkpoint, images, "kmeans,cdc", tmp_path / "grid", labels=False)
-    assert all("ACC" not in row.values for row in compared.rows)
-    assert compared.rows[-1].values["CONF"] is not None
-
-
-def test_references_without_labels_are_refused_at_once(tiny_checkpoint, images, tmp_path):
+def test_without_labels_sizes_and_confidence_are_compared_and_references_refused(tiny_checkpoint, images, tmp_path):
     with pytest.raises(UserError, match="linear need labels"):
         compare(tiny_checkpoint, images, "cdc,linear", tmp_path / "grid", labels=False)
     assert not (tmp_path / "grid").exists()
+    compared = compare(tiny_checkpoint, images, "kmeans,cdc", tmp_path / "grid", labels=False)
+    assert all("ACC" not in row.values for row in compared.rows)
+    assert compared.rows[-1].values["CONF"] is not None
 
 
 def test_references_are_left_out_where_the_images_have_no_labels(tiny_checkpoint, digits, tmp_path, caplog):
@@ -139,20 +130,17 @@ def test_references_are_left_out_where_the_images_have_no_labels(tiny_checkpoint
     assert "bare has no labels, so linear, supervised are left out" in caplog.text
 
 
-def test_a_method_that_fails_does_not_cost_the_others(tiny_checkpoint, images, tmp_path):
-    compared = compare(tiny_checkpoint, images, "old,kmeans", tmp_path / "grid")
-    assert list(compared.failures) == ["some, old, seed 0"]
-    assert [row.method for row in compared.rows] == ["kmeans"]
-
-
-def test_a_second_stage_fails_with_its_first(tiny_checkpoint, images, tmp_path, monkeypatch):
+def test_a_method_that_fails_costs_its_second_stage_and_no_other(tiny_checkpoint, images, tmp_path, monkeypatch):
     def fail(bench):
         raise UserError("no luck")
 
-    monkeypatch.setitem(grids.run_cell.__globals__["TRAININGS"], "scan2", fail)
-    compared = compare(tiny_checkpoint, images, "scan2+cdc", tmp_path / "grid")
-    assert compared.failures["some, scan2, seed 0"] == "no luck"
-    assert "scan2" in compared.failures["some, scan2+cdc, seed 0"]
+    monkeypatch.setitem(TRAININGS, "scan2", fail)
+    compared = compare(tiny_checkpoint, images, "old,scan2+cdc,kmeans", tmp_path / "grid")
+    names = [f"some, {method}, seed 0" for method in ("old", "scan2", "scan2+cdc")]
+    assert list(compared.failures) == names
+    assert compared.failures[names[1]] == "no luck"
+    assert "scan2" in compared.failures[names[2]]
+    assert [row.method for row in compared.rows] == ["kmeans"]
 
 
 def test_other_settings_in_the_same_folder_are_refused_and_named(tiny_checkpoint, images, tmp_path):

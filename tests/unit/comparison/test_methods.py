@@ -30,18 +30,14 @@ def test_settings_after_colons_are_part_of_the_method_and_of_its_row():
     assert (config.selection, config.threshold, config.epochs) == ("fixed", 0.99, 3)
 
 
-def test_cdc_after_an_opponent_keeps_its_head():
+def test_cdc_after_an_opponent_keeps_its_head_and_comes_after_all_that_it_continues():
     method = find_method("scan3+cdc")
     assert (method.after, method.settings, method.rows) == ("scan3", ("init=keep",), ("SCAN-3 + CDC",))
-
-
-def test_what_a_method_continues_comes_before_it_and_once():
     names = [m.name for m in add_first_stages([find_method(n) for n in ("scan3+cdc", "kmeans", "scan3", "kmeans")])]
     assert names == ["scan2", "scan3", "scan3+cdc", "kmeans"]
 
 
 def test_shares_become_numbers_of_the_batch():
-    assert replace_shares(["batch_size=50%", "mini_clusters=10%"], 1000) == ["batch_size=500", "mini_clusters=50"]
     assert replace_shares(["mini_clusters=10%", "batch_size=200"], 1000) == ["mini_clusters=20", "batch_size=200"]
     assert replace_shares(["mini_clusters=0.01%"], 1000) == ["mini_clusters=1"]
     assert replace_shares(["hidden=256"], 1000) == ["hidden=256"]

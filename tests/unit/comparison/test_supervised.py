@@ -25,7 +25,6 @@ from cdc_plugin.models.heads import LayeredHead
 from tests.helpers.blob_tasks import blob_task, linear_backbone, predict
 
 LABELLED, REPORTED = split_labelled(120, seed=0)
-BOTH = pytest.mark.parametrize("train", [train_linear, train_supervised])
 
 
 def build_task(backbone: nn.Module | None = None, **changes) -> tuple[BaselineTask, Tensor]:
@@ -37,16 +36,13 @@ def accuracy(task: BaselineTask, head: nn.Module, labels: Tensor) -> float:
     return (predict(task, head) == labels)[REPORTED].float().mean().item()
 
 
-def test_every_row_is_either_labelled_or_reported_on_by_the_seed():
+def test_every_row_is_either_labelled_or_reported_on_by_the_seed_and_one_image_cannot_be_split():
     labelled, reported = split_labelled(11, seed=0)
     assert (len(labelled), len(reported)) == (5, 6)
     assert sorted(labelled.tolist() + reported.tolist()) == list(range(11))
     assert labelled.tolist() == sorted(labelled.tolist())
     assert torch.equal(split_labelled(11, seed=0)[0], labelled)
     assert not torch.equal(split_labelled(11, seed=4)[0], labelled)
-
-
-def test_one_image_cannot_be_split():
     with pytest.raises(DataError, match="at least 2"):
         split_labelled(1, seed=0)
 
@@ -79,7 +75,7 @@ def test_the_linear_classifier_leaves_the_backbone_alone_and_takes_its_raw_featu
     assert accuracy(task, head, labels) > 0.9
 
 
-@BOTH
+@pytest.mark.parametrize("train", [train_linear, train_supervised])
 def test_labels_outside_the_labelled_rows_are_not_read_and_numbers_of_classes_may_have_gaps(train):
     _, labels = build_task()
     hidden = 10 * labels - 4
@@ -87,13 +83,6 @@ def test_labels_outside_the_labelled_rows_are_not_read_and_numbers_of_classes_ma
     first, second = (train(build_task()[0], known, LABELLED) for known in (labels, hidden))
     assert second.clusters == 3
     assert torch.equal(first[0].weight, second[0].weight)
-
-
-@BOTH
-def test_no_labelled_image_is_refused(train):
-    task, labels = build_task()
-    with pytest.raises(DataError, match="found none"):
-        train(task, labels, torch.arange(0))
 
 
 def test_constant_features_and_separable_classes_have_finite_weights():
@@ -117,6 +106,8 @@ def test_fine_tuning_moves_the_backbone_and_learns_what_a_frozen_one_has_lost():
     assert logs[-1]["loss"] < logs[0]["loss"] / 2
     assert len(logs) == 20
     assert not task.backbone.training
+    task, labels = build_task(nn.Identity())  # nothing to tune
+    assert accuracy(task, train_supervised(task, labels, LABELLED), labels) > 0.9
 
 
 def test_fine_tuning_shows_labelled_images_only_each_twice_per_epoch():
@@ -141,18 +132,17 @@ def test_fine_tuning_is_repeatable_and_depends_on_the_seed():
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_a_frozen_backbone_is_no_obstacle():
-    task, labels = build_task(nn.Identity())
-    assert accuracy(task, train_supervised(task, labels, LABELLED), labels) > 0.9
+def draw_samples(samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels that were drawn from just their probabilities: T is 1 but for chance."""
+    randomness = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(samples, 4, generator=randomness, dtype=torch.float64)
+    return logits, torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
 
 
-def overconfident(images: int = 2000, clusters: int = 4, factor: float = 4.0) -> tuple[np.ndarray, np.ndarray]:
+def overconfident() -> tuple[np.ndarray, np.ndarray]:
     """Probabilities four times too sure, with labels 10, 20, ... that name the clusters in another order."""
-    randomness = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(images, clusters, generator=randomness)
-    drawn = torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
-    labels = torch.tensor([30, 10, 40, 20])[drawn]
-    return F.softmax(factor * logits, dim=1).numpy(), labels.numpy()
+    logits, drawn = draw_samples(2000)
+    return F.softmax(4 * logits, dim=1).numpy(), torch.tensor([30, 10, 40, 20])[drawn].numpy()
 
 
 def test_a_temperature_by_hand():
@@ -197,20 +187,6 @@ def test_probabilities_of_exactly_0_and_1_stay_finite(dtype):
     assert new[0, 0] == pytest.approx(0.75, abs=0.01)  # three of four are right
 
 
-def draw_samples(samples: int = 4000, clusters: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and labels that were drawn from just their probabilities: T is 1 but for chance."""
-    randomness = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(samples, clusters, generator=randomness, dtype=torch.float64)
-    return logits, torch.multinomial(F.softmax(logits, dim=1), 1, generator=randomness).squeeze(1)
-
-
-def by_scipy(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    def loss(log_temperature: float) -> float:
-        return F.cross_entropy(logits / math.exp(log_temperature), labels).item()
-
-    return math.exp(minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x)
-
-
 def test_a_label_without_a_column_counts_as_an_even_target_by_hand():
     # One right and one even sample want a mean of 3/4 for the first column: again T = 2.
     logits = torch.tensor([[math.log(9), 0.0]] * 2)
@@ -221,8 +197,13 @@ def test_a_label_without_a_column_counts_as_an_even_target_by_hand():
 @pytest.mark.parametrize("factor", [0.2, 1.0, 15.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_temperature_is_that_of_a_general_search(factor, seed):
-    logits, labels = draw_samples(300, seed=seed)
-    assert fit_temperature(factor * logits, labels) == pytest.approx(by_scipy(factor * logits, labels), rel=1e-5)
+    logits, labels = draw_samples(300, seed)
+
+    def loss(log_temperature: float) -> float:
+        return F.cross_entropy(factor * logits / math.exp(log_temperature), labels).item()
+
+    best = minimize_scalar(loss, bounds=(-6, 6), method="bounded", options={"xatol": 1e-9}).x
+    assert fit_temperature(factor * logits, labels) == pytest.approx(math.exp(best), rel=1e-5)
 
 
 def test_the_temperature_grows_with_the_logits_and_takes_no_notice_of_shifts_or_order():
@@ -233,7 +214,7 @@ def test_the_temperature_grows_with_the_logits_and_takes_no_notice_of_shifts_or_
     assert fit_temperature(logits.flip(0), labels.flip(0)) == pytest.approx(temperature)
 
 
-def test_all_right_all_wrong_huge_and_empty_logits_stay_within_bounds():
+def test_all_right_all_wrong_and_huge_logits_stay_within_bounds():
     logits = 3 * torch.eye(3)
     huge = torch.tensor([[1e4, -1e4], [1e4, -1e4], [-1e4, 1e4]])
     assert SMALLEST <= fit_temperature(huge, torch.tensor([0, 1, 1])) <= LARGEST
@@ -242,12 +223,3 @@ def test_all_right_all_wrong_huge_and_empty_logits_stay_within_bounds():
     assert SMALLEST <= fit_temperature(100 * logits, torch.arange(3)) <= 1  # nothing to gain beyond
     assert fit_temperature(logits, torch.tensor([1, 2, 0])) == pytest.approx(LARGEST)
     assert fit_temperature(logits, torch.tensor([5, 5, 5])) == pytest.approx(LARGEST)
-
-
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [(torch.zeros(0, 3), "found 0 images"), (torch.tensor([[0.0, -math.inf]]), "infinite")],
-)
-def test_no_images_and_infinite_logits_are_refused(logits, message):
-    with pytest.raises(DataError, match=message):
-        fit_temperature(logits, torch.zeros(len(logits), dtype=torch.long))

@@ -15,36 +15,28 @@ def record(method: str, seed: int = 0, set_: str = "digits", **more: Any) -> dic
     return {**facts, "rows": rows, "selected": None, "seconds": 41.0, **more}
 
 
-def with_accuracy(method: str, seed: int, accuracy: float | None) -> dict[str, Any]:
-    return record(method, seed, rows=[{"label": "row", "figures": {"ACC": accuracy, "CONF": 0.5}}])
-
-
-def test_mean_and_deviation_are_those_worked_out_by_hand():
-    (row,) = collect([with_accuracy("a", seed, accuracy) for seed, accuracy in enumerate((0.90, 0.92, 0.97))], ["a"])
-    # Mean .93; squared distances .0009, .0001 and .0016, their sum .0026 over 2.
-    assert row.values["ACC"] == Value(pytest.approx(0.93), pytest.approx(math.sqrt(0.0013)), 3)
-    assert row.seeds == 3
-    assert summarise([0.5]) == Value(0.5, None, 1)
-
-
-def test_a_figure_counts_the_seeds_in_which_it_is_defined():
-    cells = [with_accuracy("a", seed, accuracy) for seed, accuracy in enumerate((0.9, None, 0.8, float("nan")))]
-    (row,) = collect(cells, ["a"])
-    assert row.seeds == 4
-    assert row.values["ACC"] == Value(pytest.approx(0.85), pytest.approx(0.1 / math.sqrt(2)), 2)
+@pytest.mark.parametrize(
+    ("accuracies", "mean", "deviation", "defined"),
+    [
+        # Squared distances .0009, .0001 and .0016, their sum .0026 over 2.
+        ([0.90, 0.92, 0.97], 0.93, math.sqrt(0.0013), 3),
+        ([0.9, None, 0.8, math.nan], 0.85, 0.1 / math.sqrt(2), 2),
+    ],
+)
+def test_mean_and_deviation_over_the_seeds_in_which_a_figure_is_defined(accuracies, mean, deviation, defined):
+    rows = [[{"label": "row", "figures": {"ACC": accuracy, "CONF": 0.5}}] for accuracy in accuracies]
+    (row,) = collect([record("a", seed, rows=own) for seed, own in enumerate(rows)], ["a"])
+    assert row.seeds == len(accuracies)
+    assert row.values["ACC"] == Value(pytest.approx(mean), pytest.approx(deviation), defined)
     assert row.values["ECE"] is None
+    assert summarise([0.5]) == Value(0.5, None, 1)
 
 
 def test_methods_come_in_the_order_asked_for_sets_and_heads_in_that_of_the_records():
     two = [{"label": "CDC-Clu", "figures": {}}, {"label": "CDC-Cal", "figures": {}}]
-    records = [
-        record("unasked"),
-        record("cdc", rows=two),
-        record("kmeans"),
-        record("kmeans", set_="animals"),
-        record("cdc", 1, rows=two),
-    ]
-    rows = collect(records, ["kmeans", "failed", "cdc"])
+    first = [record("unasked"), record("cdc", rows=two), record("kmeans")]
+    others = [record("kmeans", set_="animals"), record("cdc", 1, rows=two)]
+    rows = collect([*first, *others], ["kmeans", "failed", "cdc"])
     assert [(row.set, row.label, row.seeds) for row in rows] == [
         ("digits", "KMEANS", 1),
         ("digits", "CDC-Clu", 2),
@@ -76,13 +68,9 @@ def with_outside(*sources: str) -> dict[str, Any]:
     return record("a", rows=[{"label": "A", "figures": {}, "outside": outside}])
 
 
-def test_outside_data_add_columns_under_short_names():
+def test_outside_data_add_columns_under_short_names_unless_two_would_be_the_same():
     (row,) = collect([with_outside("sets/textures.npz", "holiday.photos")], ["a"])
     assert list(row.values)[-4:] == ["AUROC textures", "FPR95 textures", "AUROC holiday.photos", "FPR95 holiday.photos"]
-    assert row.values["AUROC textures"] == Value(0.75, None, 1)
-    assert row.values["FPR95 textures"] is None
-
-
-def test_outside_data_of_the_same_name_keep_their_paths():
+    assert (row.values["AUROC textures"], row.values["FPR95 textures"]) == (Value(0.75, None, 1), None)
     (row,) = collect([with_outside("one/x.npz", "two/x.npz")], ["a"])
     assert {"AUROC one/x.npz", "AUROC two/x.npz"} < set(row.values)

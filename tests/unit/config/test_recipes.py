@@ -22,16 +22,10 @@ PAPER = [
 @pytest.mark.parametrize(("name", "images", "clusters", "batch", "sub_batch", "mini", "rate", "crop"), PAPER)
 def test_the_values_of_the_paper(name, images, clusters, batch, sub_batch, mini, rate, crop):
     config = load_config(name)
-    assert config.data == name
-    assert config.clusters == clusters
+    assert (config.data, config.clusters, config.input_size, config.epochs) == (name, clusters, crop, 100)
     assert (config.batch_size, config.sub_batch_size, config.mini_clusters) == (batch, sub_batch, mini)
-    assert config.lr_backbone == pytest.approx(rate)
-    assert config.lr_heads == pytest.approx(1e-4)
-    assert config.epochs == 100
-    assert config.input_size == crop
-    assert config.hidden == 512
-    assert config.entropy_weight == 1.0
-    assert config.schedule == "constant"
+    assert (config.lr_backbone, config.lr_heads) == pytest.approx((rate, 1e-4))
+    assert (config.hidden, config.entropy_weight, config.schedule) == (512, 1.0, "constant")
     resolved = resolve(config, Facts(images, crop, [0.5] * 3, [0.5] * 3))
     # Nothing of what the paper states is changed by what is filled in.
     names = ("clusters", "batch_size", "sub_batch_size", "mini_clusters", "epochs", "lr_heads", "lr_backbone", "hidden")
@@ -64,14 +58,11 @@ def test_every_file_beside_the_recipes_is_one_and_opens_with_what_it_is_for(grou
     assert all(len(recipe_summary(name, group)) > 20 for name in recipe_names(group))
 
 
-def test_a_recipe_is_found_by_name_with_or_without_its_group_and_by_path(tmp_path):
+def test_a_recipe_is_found_by_name_or_path_and_an_unknown_one_names_the_nearest_and_all_others(tmp_path):
     file = tmp_path / "mine.yaml"
     file.touch()
     assert find_recipe("cifar10") == find_recipe("cdc/cifar10") == recipe_folder() / "cifar10.yaml"
     assert find_recipe("paper-byol", "pretrain") == find_recipe("pretrain/paper-byol", "pretrain")
     assert find_recipe(file) == file
-
-
-def test_an_unknown_recipe_names_the_nearest_and_all_others():
     with pytest.raises(ConfigError, match=r"did you mean 'cifar10'.*default, digits"):
         find_recipe("cifar1O")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdc_plugin.config.resolve import Facts, as_resolved, batch_sizes, count_sub_batches, resolve
+from cdc_plugin.config.resolve import Facts, batch_sizes, count_sub_batches, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.errors import ConfigError, UserError
 
@@ -47,12 +47,9 @@ def test_no_more_views_of_frozen_images_are_kept_than_epochs_look_at(epochs, vie
     assert resolve(RefineConfig(clusters=2, epochs=epochs), facts(60, 32)).frozen_views == views
 
 
-def test_sizes_beyond_the_data_are_cut_to_it():
+def test_sizes_beyond_the_data_are_cut_to_it_and_a_batch_below_the_number_of_clusters_is_refused():
     found = resolve(RefineConfig(clusters=2, batch_size=1000, sub_batch_size=500, mini_clusters=400), facts(60, 32))
     assert (found.batch_size, found.sub_batch_size, found.mini_clusters) == (60, 60, 60)
-
-
-def test_a_batch_below_the_number_of_clusters_is_refused_with_advice():
     with pytest.raises(UserError, match="batch_size=40 or more"):
         resolve(RefineConfig(clusters=10, batch_size=8), facts(1000, 32))
 
@@ -63,13 +60,8 @@ def test_no_batch_of_an_epoch_falls_below_the_number_of_clusters(images, batch, 
     assert min(batch_sizes(images, found.batch_size)) >= clusters
 
 
-def test_batches_by_hand():
-    assert batch_sizes(10, 4) == [5, 5]
-    assert batch_sizes(11, 4) == [4, 4, 3]
-    assert batch_sizes(3, 10) == [3]
-
-
 def test_batches_hold_every_image_once_and_are_near_equal():
+    assert (batch_sizes(10, 4), batch_sizes(11, 4), batch_sizes(3, 10)) == ([5, 5], [4, 4, 3], [3])
     for images in [*range(4, 120), 1797, 13_000, 999_999]:
         for batch in (2, 3, 7, 50, 64, 1000):
             sizes = batch_sizes(images, min(batch, images))
@@ -86,22 +78,14 @@ def test_sub_batches_never_hold_a_single_image():
     assert count_sub_batches(1, 5) == 1
 
 
-def test_settings_that_were_resolved_are_read_back_as_they_are():
-    resolved = resolve(RefineConfig(clusters=4), facts(300, 32, calibration_strength=0.1, processes=2))
-    assert as_resolved(resolved) == resolved
-    assert resolved.calibration_strength == 0.1
-    assert resolved.sync_batchnorm
-
-
-def test_what_the_user_states_of_the_input_is_kept_to_the_digit_and_a_recipe_yields():
+def test_what_the_user_states_is_kept_to_the_digit_a_recipe_yields_and_the_rest_follows_from_the_facts():
     stated = RefineConfig(clusters=4, mean=[0.123456789] * 3, std=[0.2] * 3, from_recipe=["std"])
-    resolved = resolve(stated, facts(300, 32))
+    stated.augment = AugmentConfig(flip=False)
+    resolved = resolve(stated, facts(300, 32, calibration_strength=0.1, processes=2))
     assert (resolved.mean, resolved.std) == ([0.123456789] * 3, [0.25] * 3)
-
-
-def test_an_open_augmentation_has_the_defaults_of_scan_until_it_is_chosen():
-    augment = resolve(RefineConfig(clusters=4, augment=AugmentConfig(flip=False)), facts(300, 32)).augment
-    assert (augment.flip, augment.crop_scale) == (False, 0.2)
+    assert (resolved.calibration_strength, resolved.sync_batchnorm) == (0.1, True)
+    # An open augmentation has the defaults of SCAN until it is chosen.
+    assert (resolved.augment.flip, resolved.augment.crop_scale) == (False, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +97,10 @@ def test_an_open_augmentation_has_the_defaults_of_scan_until_it_is_chosen():
         ("random", (5,), 5, "random"),
     ],
 )
-def test_heads_are_kept_where_they_fit(init, heads, clusters, chosen):
+def test_heads_are_kept_where_they_fit_and_say_how_many_clusters_there_are(init, heads, clusters, chosen):
     resolved = resolve(RefineConfig(clusters=clusters, init=init), facts(300, 32, head_clusters=heads))
     assert resolved.init == chosen
+    assert resolve(RefineConfig(), facts(300, 32, head_clusters=(7, 7))).clusters == 7
 
 
 @pytest.mark.parametrize(
@@ -124,13 +109,8 @@ def test_heads_are_kept_where_they_fit(init, heads, clusters, chosen):
         (RefineConfig(), (), "clusters=10"),
         (RefineConfig(clusters=5, init="keep"), (), "clustering head"),
         (RefineConfig(clusters=5, init="keep"), (7,), "7 clusters"),
-        (RefineConfig(clusters=5, init="magic"), (), "prototypes, keep, random"),
     ],
 )
 def test_a_start_that_cannot_be_made_is_refused_in_the_words_of_python(request_, heads, words):
     with pytest.raises(ConfigError, match=words):
         resolve(request_, facts(300, 32, head_clusters=heads))
-
-
-def test_the_number_of_clusters_comes_from_the_old_model():
-    assert resolve(RefineConfig(), facts(300, 32, head_clusters=(7, 7))).clusters == 7

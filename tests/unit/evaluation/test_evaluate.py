@@ -1,26 +1,36 @@
-import csv
 import json
+import math
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import cdc_plugin
 from cdc_plugin.checkpoints.load_model import load_model
+from cdc_plugin.core.mahalanobis import fit_prototypes
+from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import evaluate as assessment
-from cdc_plugin.evaluation.evaluate import compare, evaluate
+from cdc_plugin.evaluation.evaluate import (
+    ModelOutputs,
+    compare,
+    evaluate,
+    outlier_reference,
+    quality_card,
+    run_model,
+    score_outside,
+)
+from cdc_plugin.evaluation.models import open_model
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
+from tests.helpers.commands import names_in, read_table
 from tests.helpers.json_records import check_record
 
 FILES = {"report.html", "report.json", "predictions.csv"}
 WITH_LABELS = {"ACC", "NMI", "ARI", "ECE", "AECE", "CECE", "BRIER", "NLL", "AUROC", "AURC", "FPR95"}
-
-
-def names_in(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
@@ -75,10 +85,13 @@ def test_other_images_are_measured_by_the_prototypes_and_not_compared_with_the_s
     assert report.metrics["label_free"]["stability"] is None
 
 
-def test_without_labels_no_figure_that_needs_them_is_left(finished, tmp_path):
-    metrics = evaluate(finished, out=tmp_path / "out", labels=False, device="cpu").metrics
+def test_without_labels_no_figure_that_needs_them_is_left_and_a_place_is_chosen(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reports = [evaluate(finished, labels=False, device="cpu") for _ in range(2)]
+    metrics = reports[0].metrics
     assert (metrics["labels"], metrics["classes"], metrics["before"]) == (False, None, None)
     assert not WITH_LABELS & {name for figures in metrics["after"].values() for name in figures}
+    assert [str(report.folder) for report in reports] == [f"cdc-runs/photos-evaluation-{n}" for n in (1, 2)]
 
 
 def test_an_old_clustering_model_is_shown_once_as_it_is(scan_checkpoint, archive, tmp_path):
@@ -88,8 +101,8 @@ def test_an_old_clustering_model_is_shown_once_as_it_is(scan_checkpoint, archive
     assert report.metrics["model"]["writer"] == "SCAN (clustering)"
     with np.load(archive) as stored:
         expected = load_model(scan_checkpoint).predict_proba(stored["x"])
-    with open(tmp_path / "out" / "predictions.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(tmp_path / "out" / "predictions.csv")
+    assert report.metrics["after"]["model"]["CONF"] == pytest.approx(expected.max(axis=1).mean(), abs=1e-5)
     assert len(set(expected.argmax(axis=1))) > 1
     assert [int(row["cluster"]) for row in rows] == expected.argmax(axis=1).tolist()
     np.testing.assert_allclose([float(row["confidence"]) for row in rows], expected.max(axis=1), atol=1e-5)
@@ -150,12 +163,6 @@ def test_a_run_given_for_the_report_loses_nothing_but_an_older_report(finished, 
     assert again.metrics["before"] == json.loads(before["report.json"])["before"]
 
 
-def test_reports_without_a_place_get_numbered_folders(finished, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders = [evaluate(finished, out=None, device="cpu").folder for _ in range(2)]
-    assert [str(folder) for folder in folders] == ["cdc-runs/photos-evaluation-1", "cdc-runs/photos-evaluation-2"]
-
-
 def test_models_that_differ_in_everything_are_compared_on_the_same_images(
     finished, scan_checkpoint, tiny_backbone, tmp_path, noise
 ):
@@ -197,3 +204,89 @@ def test_facts_that_a_checkpoint_leaves_open_are_settled_by_the_images(scan_chec
     monkeypatch.setattr(assessment, "resolve_input", settle)
     evaluate(scan_checkpoint, archive, out=tmp_path / "out", device="cpu")
     assert asked == [(load_model(scan_checkpoint).backbone.inferred, 60)]
+
+
+CPU = torch.device("cpu")
+
+
+def sure(*confidences: float) -> np.ndarray:
+    return np.array([[value, 1 - value] for value in confidences], dtype=np.float32)
+
+
+def build_outputs(features: torch.Tensor, clusters: int = 2) -> ModelOutputs:
+    probs = np.eye(clusters, dtype=np.float32)[np.arange(len(features)) // 2 % clusters]
+    return ModelOutputs(features, {"clustering_head": probs, "calibration_head": probs})
+
+
+def open_clusterer(backbone, *heads: nn.Module):
+    return open_model(Clusterer(backbone, heads[0], heads[-1]))
+
+
+def test_each_head_answers_for_itself_and_one_head_does_not_praise_its_agreement_with_itself(tiny_backbone, digits):
+    torch.manual_seed(1)
+    first, second = (ClusterHead(8, 12, 3).eval() for _ in range(2))
+    evaluated = [open_clusterer(tiny_backbone, *heads) for heads in ((first, second), (second,))]
+    images = open_images(digits[0][:30], 32)
+    both, one = outputs = [run_model(model, images, CPU) for model in evaluated]
+    assert list(both.heads) == ["clustering_head", "calibration_head"]
+    assert list(one.heads) == ["model"]
+    with torch.no_grad():
+        expected = second(both.features).softmax(dim=1).numpy()
+    np.testing.assert_allclose(both.calibration, expected, atol=1e-6)
+    np.testing.assert_array_equal(one.calibration, both.calibration)
+    assert not np.allclose(both.clustering, both.calibration)
+    two_heads, one_head = (
+        quality_card(model, found, found.calibration.argmax(axis=1), images, CPU)
+        for model, found in zip(evaluated, outputs, strict=True)
+    )
+    assert two_heads["heads_agree"] is not None
+    assert (one_head["heads_agree"], one_head["clustering_confidence"], one_head["stability"]) == (None, None, None)
+    assert one_head["kmeans_agreement"] == 1.0
+    assert one_head["expected_accuracy"] == two_heads["expected_accuracy"]
+    assert one_head["warnings"][0]["kind"] == "uncalibrated"
+    assert "uncalibrated" not in {warning["kind"] for warning in two_heads["warnings"]}
+
+
+def test_features_that_are_not_finite_are_refused(tiny_backbone, digits):
+    next(tiny_backbone.parameters()).data.fill_(math.nan)
+    with pytest.raises(UserError, match="not finite"):
+        run_model(open_clusterer(tiny_backbone, ClusterHead(8, 12, 3)), open_images(digits[0][:4], 32), CPU)
+
+
+def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
+    inside = ModelOutputs(
+        torch.eye(4), {"clustering_head": sure(0.9, 0.8, 0.9, 0.8), "calibration_head": sure(*[0.9] * 4)}
+    )
+    outside = ModelOutputs(torch.eye(4)[:2], {"clustering_head": sure(0.6, 0.85), "calibration_head": sure(0.6, 0.9)})
+    scores = score_outside(inside, outside, outlier_reference(inside, None))
+    assert list(scores) == ["clustering_head", "calibration_head", "distance"]
+    assert scores["clustering_head"]["AUROC"] == 0.75  # 0.9 beats both, 0.8 beats 0.6 alone
+    assert scores["calibration_head"]["AUROC"] == 0.75  # 0.6 is beaten, 0.9 is a tie
+    assert scores["clustering_head"]["FPR95"] == 0.5  # all inside images are kept from 0.8 on; 0.85 gets in
+    assert set(scores["distance"]) == {"AUROC", "FPR95", "AUPR"}
+
+
+def test_every_image_is_measured_by_prototypes_of_the_other_half_or_by_given_ones(randomness):
+    features = torch.randn(40, 5, generator=randomness)
+    outputs = build_outputs(features)
+    assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
+    even, odd = (fit_prototypes(features[start::2], assignment[start::2], 2) for start in (0, 1))
+    found = outlier_reference(outputs, None)
+    torch.testing.assert_close(found.inside[0::2], odd.distance(features[0::2]))
+    torch.testing.assert_close(found.inside[1::2], even.distance(features[1::2]))
+    other = torch.randn(7, 5, generator=randomness)
+    torch.testing.assert_close(found.distance(other), (even.distance(other) + odd.distance(other)) / 2)
+    given = outlier_reference(build_outputs(other), even)
+    torch.testing.assert_close(given.inside, even.distance(other))
+    torch.testing.assert_close(given.distance(features), even.distance(features))
+
+
+def test_images_of_the_same_kind_are_not_told_apart_however_many_features_there_are(randomness):
+    inside, outside = (torch.randn(count, 200, generator=randomness) for count in (100, 300))
+    outputs = build_outputs(inside)
+    fair = score_outside(outputs, build_outputs(outside), outlier_reference(outputs, None))["distance"]["AUROC"]
+    assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
+    own = outlier_reference(outputs, fit_prototypes(inside, assignment, 2))
+    flattering = score_outside(outputs, build_outputs(outside), own)["distance"]["AUROC"]
+    assert fair == pytest.approx(0.5, abs=0.1)
+    assert flattering > 0.9

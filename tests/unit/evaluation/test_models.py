@@ -51,6 +51,10 @@ def test_what_a_run_wrote_beside_its_model_may_be_damaged_or_absent(result):
     for name in ("config.yaml", "metrics.jsonl", "report.json", "last.pt"):
         (result / name).unlink()
     assert open_model(result).run is None
+    model = load_model(result)  # given in Python, it is taken as it is
+    subject = open_model(model)
+    assert subject.model is model
+    assert (subject.path, subject.foreign) == (None, False)
 
 
 def test_a_checkpoint_of_others_has_one_head_and_keeps_what_was_said_of_it(scan):
@@ -60,13 +64,6 @@ def test_a_checkpoint_of_others_has_one_head_and_keeps_what_was_said_of_it(scan)
     assert "SCAN" in subject.writer
     assert "stem 3x3" in subject.network
     assert not torch.equal(subject.model.calibration_head[0].weight, open_model(scan).model.calibration_head[0].weight)
-
-
-def test_a_model_given_in_python_is_taken_as_it_is(result):
-    model = load_model(result)
-    subject = open_model(model)
-    assert subject.model is model
-    assert (subject.path, subject.foreign) == (None, False)
 
 
 @pytest.mark.parametrize("given", ["", "last.pt"])

@@ -3,6 +3,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,16 +17,16 @@ from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation import predict_resume
-from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor, predict_images, prepare
+from cdc_plugin.evaluation.predict import Prediction, PredictionPart, Predictor, prepare
 from cdc_plugin.evaluation.predict_resume import (
     INPUTS,
     PartFolder,
     choose_parts_folder,
     describe_inputs,
     predict_in_parts,
-    remove_parts,
 )
 from cdc_plugin.training.runtime import SINGLE, Distributed
+from tests.helpers.predictions import predict_at_once, table_of
 
 CPU = torch.device("cpu")
 
@@ -66,12 +67,13 @@ def computed(monkeypatch) -> list[int]:
 
 def assert_same(found: Prediction | None, expected: Prediction) -> None:
     assert found is not None
-    assert found.table.dtype == expected.table.dtype
-    for name in expected.table.dtype.names or ():
-        if expected.table[name].dtype.kind == "f":
-            np.testing.assert_allclose(found.table[name], expected.table[name], atol=1e-6)
+    actual, table = table_of(found), table_of(expected)
+    assert actual.dtype == table.dtype
+    for name in table.dtype.names or ():
+        if table[name].dtype.kind == "f":
+            np.testing.assert_allclose(actual[name], table[name], atol=1e-6)
         else:
-            assert found.table[name].tolist() == expected.table[name].tolist()
+            assert actual[name].tolist() == table[name].tolist()
     assert found.positions.tolist() == expected.positions.tolist()
     assert found.skipped == expected.skipped
     assert found.source == expected.source
@@ -97,26 +99,26 @@ def test_the_table_does_not_depend_on_parts_or_batches(tiny_clusterer, photos, k
     (photos / "image 009.png").write_bytes(b"x")
     tiny_clusterer.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.99999)
     found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, size), kept, SINGLE)
-    assert_same(found, predict_images(tiny_clusterer, photos, CPU, 30))
+    assert_same(found, predict_at_once(tiny_clusterer, photos, 30))
     assert len(list(kept.glob("*.npz"))) == 4
+    assert found is not None
+    tables = list(found.tables(selected=np.arange(29) % 2 == 0))
+    assert [len(table) for table in tables] == [8, 7, 8, 6]
+    assert [flag for table in tables for flag in table["selected"]] == [True, False] * 14 + [True]
+    assert tables[0].dtype.names == (*table_of(found).dtype.names, "selected")
 
 
-def test_after_a_fault_finished_parts_are_not_computed_again(predictor, kept, computed, monkeypatch):
+def test_after_a_fault_what_is_missing_is_computed_and_nothing_else(predictor, photos, kept, computed, monkeypatch):
     interrupt(monkeypatch, predictor, kept, after=5)
     assert len(list(kept.glob("*.npz"))) == 2
+    expected = predict_at_once(predictor.model, photos)
     computed.clear()
-    found = predict_in_parts(predictor, kept, SINGLE)
+    assert_same(predict_in_parts(predictor, kept, SINGLE), expected)
     assert computed == [4, 4, 4, 2]  # 14 of 30 images
-    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
-
-
-def test_a_hole_in_the_middle_is_filled_and_nothing_else(predictor, kept, computed):
-    predict_in_parts(predictor, kept, SINGLE)
     sorted(kept.glob("*.npz"))[1].unlink()
     computed.clear()
-    found = predict_in_parts(predictor, kept, SINGLE)
+    assert_same(predict_in_parts(predictor, kept, SINGLE), expected)
     assert computed == [4, 4]
-    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
 
 
 def test_another_model_other_images_or_another_part_size_start_over(
@@ -184,7 +186,7 @@ def test_unreadable_images_of_a_finished_part_are_remembered(tiny_clusterer, pho
     interrupt(monkeypatch, predictor, kept, after=3)
     assert len(list(kept.glob("*.npz"))) == 2
     found = predict_in_parts(prepare(tiny_clusterer, photos, CPU, 4), kept, SINGLE)
-    assert_same(found, predict_images(tiny_clusterer, photos, CPU))
+    assert_same(found, predict_at_once(tiny_clusterer, photos))
     assert found is not None
     assert len(found.skipped) == 10
 
@@ -197,7 +199,7 @@ def test_images_that_vanish_meanwhile_are_skipped_with_the_reason_unless_all_do(
     assert found.positions.tolist() == list(range(20))
     assert [name for name, _ in found.skipped] == [f"image {number:03d}.png" for number in range(20, 30)]
     assert all("No such file" in reason for _, reason in found.skipped)
-    remove_parts(kept)
+    shutil.rmtree(kept)
     for path in photos.iterdir():
         path.unlink()
     with pytest.raises(UserError, match="none of the 30 images"):
@@ -205,27 +207,16 @@ def test_images_that_vanish_meanwhile_are_skipped_with_the_reason_unless_all_do(
     assert not kept.exists()
 
 
-def test_a_single_part_leaves_nothing_on_disk(tiny_clusterer, digits, kept):
-    found = predict_in_parts(prepare(tiny_clusterer, digits[0][:8], CPU, 4), kept, SINGLE)
-    assert_same(found, predict_images(tiny_clusterer, digits[0][:8], CPU))
+def test_neither_a_single_part_nor_nonsense_is_kept(predictor, digits, kept):
+    found = predict_in_parts(prepare(predictor.model, digits[0][:8], CPU, 4), kept, SINGLE)
+    assert_same(found, predict_at_once(predictor.model, digits[0][:8]))
+    assert found is not None
+    assert found.column("outlier") is None
     assert not kept.exists()
-
-
-def test_nonsense_is_refused_before_it_is_kept(predictor, kept):
     predictor.model.calibration_head[-1].bias.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         predict_in_parts(predictor, kept, SINGLE)
     assert not kept.exists()
-
-
-def test_tables_in_parts_are_the_whole_table_with_more_columns(predictor, kept):
-    found = predict_in_parts(predictor, kept, SINGLE)
-    assert found is not None
-    tables = list(found.tables(selected=np.arange(30) % 2 == 0))
-    assert [len(table) for table in tables] == [8, 8, 8, 6]
-    assert [flag for table in tables for flag in table["selected"]] == [True, False] * 15
-    assert tables[0].dtype.names[:-1] == found.table.dtype.names
-    assert found.column("outlier") is None
 
 
 @dataclass(frozen=True)
@@ -258,15 +249,15 @@ def test_every_image_is_computed_once_by_any_number_of_processes(tiny_clusterer,
     predictor = prepare(tiny_clusterer, digits[0][:count], CPU, 4)
     found = by_turns(predictor, kept, size, [*reversed(range(1, size)), 0])
     assert sum(computed) == count
-    assert_same(found, predict_images(tiny_clusterer, digits[0][:count], CPU))
+    assert_same(found, predict_at_once(tiny_clusterer, digits[0][:count]))
 
 
-def test_another_number_of_processes_resumes(predictor, kept, computed):
+def test_another_number_of_processes_resumes(predictor, photos, kept, computed):
     by_turns(predictor, kept, 3, [1])  # the others have died
     assert sum(computed) == 8
     found = by_turns(predictor, kept, 2, [1, 0])
     assert sum(computed) == 30
-    assert_same(found, predict_images(predictor.model, Path(predictor.stream.description), CPU))
+    assert_same(found, predict_at_once(predictor.model, photos))
 
 
 def test_processes_that_see_other_images_do_not_work_together(predictor, photos, kept):
@@ -313,8 +304,12 @@ def flip_a_bit(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [lambda _: b"", lambda _: b"PK\x03\x04half", lambda content: content[:-40], flip_a_bit]
 )
-def test_a_damaged_part_counts_as_missing(folder, damage, caplog):
+def test_a_damaged_part_counts_as_missing_and_what_a_killed_process_left_is_removed_silently(folder, damage, caplog):
     folder.save(0, part(0))
+    (folder.path / ".000001-x.npz.abc").write_bytes(b"half")
+    assert folder.resume() == [0]
+    assert len(list(folder.path.iterdir())) == 2
+    assert "not used" not in caplog.text
     folder.save(1, part(3, 500))
     file = folder.file(1)
     file.write_bytes(damage(file.read_bytes()))
@@ -322,14 +317,6 @@ def test_a_damaged_part_counts_as_missing(folder, damage, caplog):
     assert not file.exists()
     assert "damaged" in caplog.text
     assert "resuming: 1 of 3 parts are finished" in caplog.text
-
-
-def test_what_a_killed_process_left_of_a_part_is_removed_silently(folder, caplog):
-    folder.save(0, part(0))
-    (folder.path / ".000001-x.npz.abc").write_bytes(b"half")
-    assert folder.resume() == [0]
-    assert len(list(folder.path.iterdir())) == 2
-    assert "not used" not in caplog.text
 
 
 def test_a_full_disk_leaves_finished_parts_and_no_half_one(folder, monkeypatch):
@@ -344,9 +331,6 @@ def test_a_full_disk_leaves_finished_parts_and_no_half_one(folder, monkeypatch):
         folder.save(1, part(3))
     assert folder.resume() == [0]
     assert {path.name for path in folder.path.iterdir()} == {INPUTS, folder.file(0).name}
-
-
-def test_a_part_that_another_machine_wrote_elsewhere_is_named(folder):
-    folder.save(0, part(0))
+    # Another machine may have written the part elsewhere.
     with pytest.raises(UserError, match=r"part 2 of 3 cannot be read .* a disk that all of them share"):
         list(folder)

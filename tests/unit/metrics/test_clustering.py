@@ -26,11 +26,6 @@ def random_partitions(seed: int, clusters: int, classes: int, samples: int = 400
     return predicted, labels
 
 
-def test_contingency_counts_by_hand():
-    counts = contingency([0, 0, 2, 2, 2], [7, 7, 7, 9, 9])
-    assert counts.tolist() == [[2, 0], [1, 2]]
-
-
 def test_matching_by_hand_prefers_the_best_total_over_the_best_single_cluster():
     predicted = [0] * 5 + [1] * 4
     labels = [3] * 3 + [8] * 2 + [3] * 4
@@ -81,12 +76,6 @@ def test_all_right_is_one_and_no_case_gives_nan():
         assert np.isfinite(list(summary_hard(predicted, truth, clusters).values())).all()
 
 
-def test_independent_partitions_score_about_zero():
-    predicted, labels = np.repeat([0, 1], 50), np.tile([0, 1], 50)
-    assert normalized_mutual_information(predicted, labels) == pytest.approx(0, abs=1e-12)
-    assert adjusted_rand_index(predicted, labels) == pytest.approx(0, abs=0.02)
-
-
 def test_pair_counts_of_many_samples_do_not_overflow():
     labels = np.zeros(300_000, dtype=np.int64)
     labels[:100_000] = 1
@@ -95,13 +84,10 @@ def test_pair_counts_of_many_samples_do_not_overflow():
     assert adjusted_rand_index(predicted, labels) == pytest.approx(adjusted_rand_score(labels, predicted))
 
 
-def test_true_columns_by_hand_with_classes_that_have_no_cluster():
+def test_true_columns_by_hand_with_classes_that_have_no_cluster_and_the_reverse():
     probs = np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7], [0.4, 0.6], [0.6, 0.4], [0.6, 0.4]])
     # Class 7 is cluster 0, class 5 is cluster 1; classes 6 and 8 are left and get numbers after the last column.
     assert true_columns(probs, [7, 7, 5, 5, 6, 8]).tolist() == [0, 0, 1, 1, 2, 3]
-
-
-def test_true_columns_leave_out_clusters_without_class():
     assert true_columns(np.eye(4)[[2, 2, 1, 3]], [8, 8, 8, 4]).tolist() == [2, 2, 2, 3]
 
 

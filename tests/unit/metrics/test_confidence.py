@@ -141,13 +141,6 @@ def test_a_cluster_without_class_ought_to_have_probability_zero():
     assert brier_score(table, [0, 0]) == pytest.approx((0.04 + 0.04 + 0.16 + 0.16) / 2)
 
 
-def test_brier_and_likelihood_by_hand():
-    columns = [0, 0, 1, 0]
-    assert brier_score(PROBS, columns) == pytest.approx(2 * (0.1**2 + 0.2**2 + 0.3**2 + 0.4**2) / 4)
-    expected = -(math.log(0.9) + math.log(0.8) + math.log(0.7) + math.log(0.6)) / 4
-    assert negative_log_likelihood(PROBS, columns) == pytest.approx(expected)
-
-
 def test_brier_of_nearly_perfect_predictions_is_never_negative():
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -278,13 +271,6 @@ def test_nothing_to_tell_apart_has_no_auroc_and_no_fpr95(case):
     assert failure_auroc(confidence, correct) is None
     assert failure_fpr95(confidence, correct) is None
     assert area_under_risk_coverage(confidence, correct) == (0.0 if correct.all() else 1.0)
-
-
-def test_the_curve_by_hand():
-    curve = risk_coverage_curve([0.9, 0.9, 0.5, 0.2], [1, 0, 1, 0])
-    assert curve.threshold.tolist() == [0.9, 0.5, 0.2]
-    assert curve.coverage.tolist() == [0.5, 0.75, 1.0]
-    assert curve.risk == pytest.approx([1 / 2, 1 / 3, 2 / 4])
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_ends():

@@ -26,13 +26,7 @@ def test_the_largest_set_that_reaches_the_target_by_hand():
     assert found.threshold == 0.6
     assert found.expected_accuracy == pytest.approx(2.5 / 3)
     assert (found.count, found.coverage) == (3, 0.75)
-
-
-def test_images_above_a_threshold_by_hand():
-    found = accept_above(np.array([0.95, 0.9, 0.89, 0.1]), 0.9)
-    assert found.mask.tolist() == [True, True, False, False]
-    assert found.threshold == 0.9
-    assert found.expected_accuracy == pytest.approx(0.925)
+    assert accept_above(np.array([0.95, 0.9, 0.89, 0.1]), 0.9).expected_accuracy == pytest.approx(0.925)
 
 
 def test_equally_sure_images_at_the_border_are_left_together_where_not_all_of_them_fit():
@@ -69,15 +63,6 @@ def test_it_agrees_with_trying_every_threshold(seed):
         if found.count:
             assert found.expected_accuracy >= target
             np.testing.assert_array_equal(accept_above(confidence, found.threshold).mask, found.mask)
-
-
-def test_the_order_of_the_images_does_not_matter():
-    random = np.random.default_rng(1)
-    confidence = random.beta(3, 1, 500).round(2).astype(np.float32)
-    order = random.permutation(500)
-    found, shuffled = accept_to_target(confidence, 0.9), accept_to_target(confidence[order], 0.9)
-    np.testing.assert_array_equal(found.mask[order], shuffled.mask)
-    assert found.expected_accuracy == shuffled.expected_accuracy
 
 
 def test_a_higher_target_never_accepts_more():

@@ -79,16 +79,12 @@ def test_prediction_leaves_no_trace_in_the_model(model, digits):
 
 
 @pytest.mark.parametrize("given", [[], 3.5, None, "nowhere/at/all.png"])
-def test_what_is_no_image_is_refused(model, given):
+def test_what_is_no_image_is_refused_and_a_file_that_cannot_be_read_named(model, given, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no picture")
     with pytest.raises(UserError):
         model.predict_proba(given)
-
-
-def test_an_image_that_cannot_be_read_is_named(model, tmp_path, digits, write_images):
-    folder = write_images(tmp_path, digits[0][:2])
-    (folder / "broken.png").write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"broken\.png"):
-        model.predict_proba(folder)
+        model.predict_proba(tmp_path)
 
 
 def test_a_network_of_the_users_own_is_saved_but_says_that_it_cannot_be_rebuilt(tmp_path):

@@ -77,23 +77,17 @@ def every_thumbnail(page: PageData, budget: int = BUDGET) -> list[Thumbnail]:
 
 def test_cards_come_in_order_with_size_and_mean_confidence_and_an_empty_cluster_has_none():
     cards = cards_of(data_of([[0.9, 0.1, 0], [0.1, 0, 0.9], [0.3, 0, 0.7]]))
-    assert [(card.number, plain(card.size), plain(card.confidence)) for card in cards] == [
-        (0, "1 image", "90.0 %"),
-        (2, "2 images", "80.0 %"),
-    ]
+    words = [(card.number, plain(card.size), plain(card.confidence)) for card in cards]
+    assert words == [(0, "1 image", "90.0 %"), (2, "2 images", "80.0 %")]
     assert [thumbnail.name for thumbnail in cards[1].typical + cards[1].borderline] == ["1.png", "2.png"]
 
 
 def test_captions_say_how_sure_and_what_else_it_might_be():
-    cards = cards_of(data_of([[0.97, 0.03, 0], [0.54, 0.05, 0.41], [0.5, 0.3, 0.2]]))
-    assert [plain(thumbnail.caption) for thumbnail in cards[0].typical] == ["97 %"]
-    assert [plain(thumbnail.caption) for thumbnail in cards[0].borderline] == ["54 % here, 41 % cluster 2"]
-    assert [plain(thumbnail.caption) for thumbnail in cards[0].doubtful] == ["50 %"]
-
-
-def test_only_what_is_certain_reads_as_100_per_cent():
-    cards = cards_of(data_of([[1, 0], [0.9996, 0.0004]]))
-    assert [plain(thumbnail.caption) for thumbnail in cards[0].typical] == ["100 %", "over 99 %"]
+    (card,) = cards_of(data_of([[0.97, 0.03, 0], [0.54, 0.05, 0.41], [0.5, 0.3, 0.2]]))
+    captions = [plain(thumbnail.caption) for thumbnail in card.typical + card.borderline + card.doubtful]
+    assert captions == ["97 %", "54 % here, 41 % cluster 2", "50 %"]
+    (card,) = cards_of(data_of([[1, 0], [0.9996, 0.0004]]))  # only what is certain reads as 100 %
+    assert [plain(thumbnail.caption) for thumbnail in card.typical] == ["100 %", "over 99 %"]
 
 
 def test_labels_decide_nothing_that_is_shown():
@@ -130,7 +124,7 @@ def test_where_clusters_are_too_many_the_largest_have_pictures():
     assert [card.number for card in cards] == [7, 11]
 
 
-def test_pairs_count_the_images_expected_in_the_wrong_cluster():
+def test_pairs_count_the_images_expected_in_the_wrong_cluster_and_show_the_likeliest():
     sure = np.tile([[0.0, 0.0, 1.0]], (50, 1))
     probs = np.concatenate([np.tile([[0.8, 0.2, 0.0]], (10, 1)), np.tile([[0.3, 0.7, 0.0]], (10, 1)), sure])
     (pair,) = confused_pairs(data_of(probs))
@@ -138,9 +132,6 @@ def test_pairs_count_the_images_expected_in_the_wrong_cluster():
     assert plain(pair.images) == "5 images"
     captions = [plain(thumbnail.caption) for thumbnail in pair.examples]
     assert captions == ["80 % cluster 0, 20 % cluster 1"] * 4 + ["30 % cluster 0, 70 % cluster 1"] * 4
-
-
-def test_examples_of_a_pair_are_the_likeliest_to_be_in_the_wrong_cluster():
     probs = [[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.95, 0.05], [0.8, 0.2], [0.45, 0.55]]
     (pair,) = confused_pairs(data_of(probs))
     assert [thumbnail.name for thumbnail in pair.examples] == ["1.png", "2.png", "4.png", "0.png", "5.png"]
@@ -161,7 +152,7 @@ def test_each_reason_to_look_is_told_in_plain_words():
     assert plain(shown[1][0].caption) == "cluster 0, 45 %"
 
 
-def test_images_to_look_at_come_once_and_from_all_clusters():
+def test_images_to_look_at_come_once_from_all_clusters_and_the_furthest_outliers_first():
     found = random_data(2000, 10)
     shown = look_first(found)
     names = [thumbnail.name for thumbnail, _, _ in shown]
@@ -169,9 +160,6 @@ def test_images_to_look_at_come_once_and_from_all_clusters():
     clusters = found.table["cluster"][[int(name.removesuffix(".png")) for name in names]]
     assert np.bincount(clusters, minlength=10).min() >= 3
     assert len({why.split()[0] for _, _, why in shown}) == 2  # torn, and among the least sure
-
-
-def test_the_furthest_outliers_come_first_and_what_is_sure_does_not_come():
     outlier = np.array([True, True, False])
     found = data_of([[1, 0]] * 3, outlier=outlier, distance=np.array([2.0, 5.0, 1.0]))
     assert [thumbnail.name for thumbnail, _, _ in look_first(found)] == ["1.png", "0.png"]
@@ -197,13 +185,6 @@ def test_degenerate_predictions_are_shown_as_they_are(probs):
     assert len(look_first(found)) <= len(probs)
 
 
-def random_predictions(count: int, clusters: int) -> tuple[np.ndarray, ...]:
-    """Probabilities (N, C), cluster, confidence and second confidence."""
-    probs = np.random.default_rng(0).dirichlet(np.full(clusters, 0.3), count).astype(np.float32)
-    ordered = np.sort(probs, axis=1)
-    return probs, probs.argmax(axis=1), ordered[:, -1], ordered[:, -2]
-
-
 def test_each_kind_of_example_by_hand():
     cluster = np.zeros(6, dtype=np.int64)
     confidence = np.array([0.90, 0.99, 0.55, 0.40, 0.48, 0.80])
@@ -214,10 +195,11 @@ def test_each_kind_of_example_by_hand():
     assert found.doubtful == [3, 5]  # .40; .48 and .55 are among the borderline already
 
 
-@pytest.mark.parametrize("clusters", [2, 7])
-def test_the_kinds_are_disjoint_and_of_their_own_cluster(clusters):
-    _, cluster, confidence, second = random_predictions(300, clusters)
-    for number, found in enumerate(choose_examples(cluster, confidence, second, clusters, 5)):
+def test_the_kinds_are_disjoint_and_of_their_own_cluster():
+    probs = np.random.default_rng(0).dirichlet(np.full(7, 0.3), 300)
+    second, confidence = np.sort(probs, axis=1)[:, -2:].T
+    cluster = probs.argmax(axis=1)
+    for number, found in enumerate(choose_examples(cluster, confidence, second, 7, 5)):
         every = found.typical + found.borderline + found.doubtful
         assert len(set(every)) == len(every) == 15
         assert set(cluster[every]) == {number}
@@ -232,15 +214,11 @@ def test_a_small_cluster_is_shared_out(size, kinds):
     assert (len(found.typical), len(found.borderline), len(found.doubtful)) == kinds
 
 
-def test_nothing_is_doubtful_where_every_image_is_certain():
-    count = 1000
-    found = choose_examples(np.zeros(count, dtype=np.int64), np.ones(count), np.zeros(count), 1, 4)[0]
+def test_equally_sure_images_come_from_all_over_the_data_or_by_their_distance_and_none_is_doubtful():
+    found = choose_examples(np.zeros(1000, dtype=np.int64), np.ones(1000), np.zeros(1000), 1, 4)[0]
     assert found.borderline == found.doubtful == []
     assert len(set(found.typical)) == 4
-    assert max(found.typical) - min(found.typical) > count // 2  # from all over the data
-
-
-def test_equally_sure_images_go_by_their_distance():
+    assert max(found.typical) - min(found.typical) > 500
     distance = np.array([5.0, 1.0, 3.0, 2.0, 0.0])
     confidence = np.array([0.9999, 0.9998, 1.0, 0.9997, 0.97])
     found = choose_examples(np.zeros(5, dtype=np.int64), confidence, np.zeros(5), 1, 3, distance=distance)[0]
@@ -260,13 +238,12 @@ def test_near_duplicates_are_typical_once_and_again_only_where_there_is_nothing_
 
 
 def test_confusion_agrees_with_a_plain_loop_and_counts_every_image():
-    probs, cluster, _, _ = random_predictions(400, 6)
+    found = random_data(400, 6)
     plain = np.zeros((6, 6))
-    for row, own in zip(probs.astype(np.float64), cluster, strict=True):
+    for row, own in zip(found.probs.astype(np.float64), found.table["cluster"], strict=True):
         plain[own] += row
-    found = confusion(cluster, probs)
-    np.testing.assert_allclose(found, plain, atol=1e-9)
-    assert found.sum() == pytest.approx(400, rel=1e-6)
+    np.testing.assert_allclose(confusion(found.table["cluster"], found.probs), plain, atol=1e-9)
+    assert plain.sum() == pytest.approx(400, rel=1e-6)
 
 
 def test_pairs_add_both_directions_and_come_most_confused_first():
@@ -275,14 +252,10 @@ def test_pairs_add_both_directions_and_come_most_confused_first():
     assert rank_pairs(expected, np.array([97, 92, 73]), 1) == [(1, 2, 11.0)]
 
 
-def test_pairs_below_one_image_or_one_per_cent_are_left_out():
-    def pair(images: float, size: int) -> list:
-        return rank_pairs(np.array([[size, images], [0.0, size]]), np.array([size, size]), 9)
-
-    assert pair(0.99, 10) == []
-    assert pair(1.0, 10) == [(0, 1, 1.0)]
-    assert pair(19.9, 1000) == []
-    assert pair(20.0, 1000) == [(0, 1, 20.0)]
+@pytest.mark.parametrize(("images", "size", "shown"), [(0.99, 10, 0), (1.0, 10, 1), (19.9, 1000, 0), (20.0, 1000, 1)])
+def test_pairs_below_one_image_or_one_per_cent_are_left_out(images, size, shown):
+    pairs = rank_pairs(np.array([[size, images], [0.0, size]]), np.array([size, size]), 9)
+    assert pairs == [(0, 1, images)] * shown
 
 
 def test_the_best_of_every_cluster_comes_before_the_second_best_of_any():
@@ -348,12 +321,11 @@ def test_even_noise_stays_within_the_bytes_given(side, most_bytes):
 
 
 def test_more_thumbnails_are_smaller_and_together_never_pass_the_budget():
-    sizes = [size_within(4_500_000, count) for count in (0, 1, 100, 1000, 2000, 4000, 1_000_000)]
-    assert [size.side for size in sizes[:3]] == [96, 96, 96]
-    assert sizes[-1].side == 32
+    counts = (0, 1, 100, 1000, 2000, 4000, 1_000_000)
+    sizes = [size_within(4_500_000, count) for count in counts]
+    assert [size.side for size in (*sizes[:3], sizes[-1])] == [96, 96, 96, 32]
     assert all(a.side >= b.side for a, b in pairwise(sizes))
-    for count in (1, 7, 2000):
-        assert size_within(4_500_000, count).most_bytes * count <= 4_500_000
+    assert all(size.most_bytes * count <= 4_500_000 for size, count in zip(sizes, counts, strict=True))
 
 
 def test_an_image_that_comes_up_again_is_encoded_once_and_keeps_both_captions():
@@ -374,14 +346,11 @@ def test_an_image_that_comes_up_again_is_encoded_once_and_keeps_both_captions():
     assert shown[0].uri is shown[2].uri
 
 
-def test_the_fingerprint_is_the_mean_brightness_of_each_field():
-    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
-    pixels[:2, :2] = 200
-    pixels[0, 2:4] = 100  # half of the field beside it
-    assert fingerprint(pixels)[:3].tolist() == [200, 50, 0]
-
-
-def test_fingerprints_of_copies_agree_and_those_of_other_digits_do_not(digits):
+def test_the_fingerprint_is_the_mean_brightness_of_each_field_and_tells_copies_from_other_digits(digits):
+    fields = np.zeros((16, 16, 3), dtype=np.uint8)
+    fields[:2, :2] = 200
+    fields[0, 2:4] = 100  # half of the field beside it
+    assert fingerprint(fields)[:3].tolist() == [200, 50, 0]
     pixels, _ = digits
     copy = np.asarray(decoded(encode(pixels[0], AMPLE)).convert("RGB"))
     looks = np.stack([fingerprint(image) for image in pixels])

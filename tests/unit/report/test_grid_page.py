@@ -26,13 +26,8 @@ def row(label: str, accuracy: float, seeds: int = 2, **more: object) -> Row:
     values = {key: Value(number, deviation, seeds) for key, number in (("ACC", accuracy), ("ECE", 0.1), ("CONF", 0.9))}
     values["seconds"] = Value(41.0, deviation, seeds)
     given = {"set": "digits", "group": "opponents", "method": label, "uses_labels": False, **more}
-    return Row(
-        label=label,
-        seeds=seeds,
-        values=values,
-        figures=[measure_head(*predictions(seed)) for seed in range(seeds)],
-        **given,
-    )  # type: ignore[arg-type]
+    figures = [measure_head(*predictions(seed)) for seed in range(seeds)]
+    return Row(label=label, seeds=seeds, values=values, figures=figures, **given)  # type: ignore[arg-type]
 
 
 def page_of(rows: list[Row], verdicts: dict[str, list[str]] | None = None, settings: str | None = None) -> Page:
@@ -43,33 +38,23 @@ def page_of(rows: list[Row], verdicts: dict[str, list[str]] | None = None, setti
 def rows() -> list[Row]:
     silent = row("k-means", 0.85)
     silent = replace(silent, values={**silent.values, "ECE": None, "CONF": None}, figures=[{}, {}])
-    return [
-        silent,
-        row("SCAN", 0.9),
-        row("CDC-Cal", 0.95, group="CDC"),
-        row("linear", 0.99, group="reference", uses_labels=True),
-    ]
+    ours, reference = row("CDC-Cal", 0.95, group="CDC"), row("linear", 0.99, group="reference", uses_labels=True)
+    return [silent, row("SCAN", 0.9), ours, reference]
 
 
-def test_the_page_has_all_parts(rows):
+def test_the_page_has_all_parts_marks_of_the_best_and_diagrams(rows):
     page = page_of(rows, {"digits": ["CDC wins."]}, "epochs: 3")
     assert {"summary", "figures", "charts", "reliability", "settings"} <= set(page.ids)
     for words in ("4 methods on 1 set of images, 2 seeds each.", "CDC wins.", "epochs: 3", "cdc-compare --seeds 2"):
         assert words in page.text
     assert "images of yours" not in page.text
-
-
-def test_best_and_second_are_marked_among_rows_without_labels(rows):
-    table = page_of(rows).html.split("<table")[1].split("</table>")[0]
+    table = page.html.split("<table")[1].split("</table>")[0]
     assert '<span class="better">95.0<span class="skip"> best</span></span> <small>± 1.0</small>' in table
     assert '<span class="second">90.0<span class="skip"> second best</span></span>' in table
     assert "linear</bdi>*" in table
     assert table.count('class="better"') == 1  # the ECE of all rows reads the same
     assert table.count('class="ours"') == 1
-
-
-def test_rows_with_confidence_have_a_diagram_and_a_histogram_and_those_without_have_none(rows):
-    page = page_of(rows)
+    # Rows with confidence have a diagram and a histogram.
     found = re.findall(r"Reliability diagram: ([^<]+)<", page.html)
     assert found == ["SCAN", "CDC-Cal", "linear"]
     assert page.html.count("Confidence of right and wrong images") == 3
@@ -127,14 +112,11 @@ def test_hostile_names_are_shown_and_not_obeyed():
     assert "alert('x')" in page.text
 
 
-def test_a_single_row_with_one_seed_and_an_empty_table_are_pages_too():
+def test_a_single_row_an_empty_table_and_rows_with_fewer_seeds_are_pages_too():
     page = page_of([row("CDC-Cal", 0.9, 1)])
     assert "1 method on 1 set of images, 1 seed each." in page.text
     assert "±" not in page.text
     assert "No run is finished yet." in page_of([]).text
-
-
-def test_fewer_seeds_are_stated_beside_the_name():
     page = page_of([row("a", 0.9, 2), row("b", 0.8, 1)])
     assert re.search(r"b\s*1 seed", page.text)
     assert "1 to 2 seeds each" in page.text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head, run_record
+from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head, start_record
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.run_page import collect_page, measure_clusters, render_page
@@ -48,16 +48,6 @@ def page_of(data: PageData) -> Page:
     return Page(render_page(data))
 
 
-def unlabelled(data: PageData) -> PageData:
-    figures = measure_head(data.probs, None)
-    return replace(
-        data,
-        images=replace(data.images, labels=None),
-        rows=[("k-means", {"cluster_sizes": [1]}, {"cluster_sizes": [1]}), ("clustering head", None, figures)],
-        diagrams=[("clustering head", figures)],
-    )
-
-
 def record_of(name: str, figures: dict, **more: object) -> dict:
     """The report.json of an evaluated model."""
     data = {"data": "sets/digits", "images": 200, "classes": 10, "labels": True, "clusters": 10}
@@ -65,18 +55,18 @@ def record_of(name: str, figures: dict, **more: object) -> dict:
     return {"model": model, "after": {"kmeans": {}, "model": figures}, "label_free": {}, "outside": [], **data, **more}
 
 
-def test_a_page_has_all_parts(data):
+def test_a_page_has_all_parts_and_nothing_is_fetched_or_runs(data):
     page = page_of(data)
     wanted = {"summary", "quality", "figures", "reliability", "caution", "training", "clusters", "gallery", "outside"}
     assert wanted | {"settings"} <= set(page.ids)
-    for words in (
-        "Take care.",
-        "cdc-refine --clusters 10",
-        "textures",
-        date.today().isoformat(),
-        "can’t tell without labels",
-    ):
-        assert words in page.text
+    better = f"✓ {percent(data.rows[0][2]['ECE'])}".replace("\u00a0", " ")  # a mark that needs no colour
+    words = ("Take care.", "cdc-refine --clusters 10", "textures", "can’t tell without labels", better)
+    for said in (*words, date.today().isoformat()):
+        assert said in page.text
+    assert "not kept" not in page.text
+    assert all(target.startswith("data:") for target in page.fetched)
+    assert "default-src 'none'" in page.html
+    assert not re.search(r"https?://|@import|url\((?!#)", page.html)
 
 
 def test_an_empty_cluster_is_named_among_the_confused_but_not_linked(data):
@@ -87,13 +77,6 @@ def test_an_empty_cluster_is_named_among_the_confused_but_not_linked(data):
     page = page_of(replace(data, probs=probs, table=build_prediction_table(data.images.names, probs, probs)))
     assert "and 10" in " ".join(page.text.split())
     assert "cluster-10" not in page.ids
-
-
-def test_nothing_is_fetched_and_nothing_runs(data):
-    page = page_of(data)
-    assert all(target.startswith("data:") for target in page.fetched)
-    assert "default-src 'none'" in page.html
-    assert not re.search(r"https?://|@import|url\((?!#)", page.html)
 
 
 def test_names_that_look_like_html_are_shown_as_they_are(data):
@@ -135,7 +118,10 @@ def test_names_that_are_not_unicode_can_be_written(data):
 
 
 def test_a_page_without_labels_says_what_it_does_not_know(data):
-    page = page_of(unlabelled(data))
+    sizes, figures = {"cluster_sizes": [1]}, measure_head(data.probs, None)
+    rows = [("k-means", sizes, sizes), ("clustering head", None, figures)]
+    images = replace(data.images, labels=None)
+    page = page_of(replace(data, images=images, rows=rows, diagrams=[("clustering head", figures)]))
     assert "whether they are right is known to labels alone" in page.text
     assert "Measured with the labels" not in page.text
     assert "accuracy:" not in page.text
@@ -144,9 +130,7 @@ def test_a_page_without_labels_says_what_it_does_not_know(data):
 
 def test_runs_of_before_lack_figures_and_get_a_shorter_page(data):
     old = {"ACC": 0.5, "CONF": 0.6}
-    page = page_of(
-        replace(data, rows=[("head", old, old)], diagrams=[("head", old)], label_free={}, history=[], settings=None)
-    )
+    page = page_of(replace(data, rows=[("head", old, old)], diagrams=[("head", old)], label_free={}, history=[]))
     assert "figures" in page.ids
     assert not {"reliability", "training"} & set(page.ids)
 
@@ -171,11 +155,6 @@ def test_a_broken_promise_is_called_one(data):
     half = replace(data.images, labels=np.arange(200) % 2)
     wrong = replace(data, probs=sure, table=build_prediction_table(half.names, sure, sure), images=half)
     assert "50.0 % of all images are right; the promise is not kept" in page_of(wrong).text
-    assert "not kept" not in page_of(data).text
-
-
-def test_the_mark_can_be_seen_without_colour(data):
-    assert f"✓ {percent(data.rows[0][2]['ECE'])}".replace("\u00a0", " ") in page_of(data).text
 
 
 def test_flagged_outliers_are_counted(data):
@@ -198,7 +177,7 @@ def test_labels_name_clusters_and_say_how_many_are_right(data, names, called):
     assert [each.accuracy for each in figures] == [2 / 3, 1.0, None, None]
 
 
-def test_models_side_by_side(data):
+def test_models_side_by_side_with_and_without_labels_and_outside_data(data):
     figures = measure_head(data.probs, data.images.labels)
     first = record_of("first", figures, label_free={"balance": 0.5}, outside=data.outside)
     other = record_of(HOSTILE, {**figures, "ACC": 0.1}, label_free=data.label_free)
@@ -206,9 +185,6 @@ def test_models_side_by_side(data):
     assert {"figures", "reliability", "quality", "outside"} <= set(page.ids)
     for words in ("digits: first, ", HOSTILE, "Take care.", "balance of the sizes", "expected accuracy"):
         assert words in page.text
-
-
-def test_a_comparison_without_labels_and_outside_data(data):
     page = Page(render_comparison([record_of("a", measure_head(data.probs, None), labels=False)]))
     assert "no accuracy and no calibration error" in page.text
     assert "outside" not in page.ids
@@ -235,7 +211,6 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-PROBS = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
 OLD = {"writer": "SCAN", "clusters": 2, "CONF": 0.99, "agreement_before": 1.0, "agreement_after": 0.9}
 
 
@@ -243,21 +218,19 @@ def run_of(old_model=None) -> PageData:
     heads = {"kmeans": {}, "clustering_head": {"CONF": 0.9}, "calibration_head": {"CONF": 0.8}}
     images = ImageSet(np.zeros((3, 8, 8, 3), np.uint8), ["a", "b", "c"], skipped=[("d", "broken")], source="photos")
     measured = {"before": heads, "after": heads, "old_model": old_model, "label_free": {}}
-    metrics = run_record(images, clusters=2, epochs=2, seed=0, seconds=3.0, **measured)
-    table = build_prediction_table(images.names, PROBS, PROBS)
+    metrics = start_record("refinement", images, 2) | {"epochs": 2, "seed": 0, "seconds": 3.0, **measured}
+    probs = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]], dtype=np.float32)
+    table = build_prediction_table(images.names, probs, probs)
     history = [{"epoch": 1, "seconds": 60.0}, {"epoch": 2, "seconds": 65.2}]
-    return collect_page(metrics, table, PROBS, images, history=history, backbone="moco.pth", settings="", command=None)
+    return collect_page(metrics, table, probs, images, history=history, backbone="moco.pth", settings="", command=None)
 
 
-def test_the_facts_count_all_epochs_and_what_could_not_be_read():
-    facts = dict(run_of().facts)
+def test_the_facts_count_all_epochs_and_an_old_model_comes_before_everything():
+    plain, retrofit = run_of(), run_of(OLD)
+    facts = dict(plain.facts)
     assert facts["images"] == "3 from photos, 1 could not be read"
     assert facts["training"] == "2 epochs, seed 0, 2 min 05 s"
     assert facts["labels"] == "none"
-
-
-def test_an_old_model_comes_before_everything():
-    plain, retrofit = run_of(), run_of(OLD)
     assert [title for title, _, _ in plain.rows] == ["k-means on the features", "clustering head", "calibration head"]
     assert retrofit.rows[0] == ("old model (SCAN)", OLD, None)
     assert retrofit.rows[1:] == plain.rows

@@ -48,13 +48,14 @@ def test_long_text_keeps_its_beginning_and_its_end():
 
 
 def test_the_better_figure_is_marked_by_a_sign_and_equals_are_not():
-    before, after = (
-        {"ACC": 0.9, "ECE": 0.1, "NMI": 0.5, "CONF": 0.2},
-        {"ACC": 0.8, "ECE": 0.05, "NMI": 0.50001, "CONF": 1},
-    )
+    before = {"ACC": 0.9, "ECE": 0.1, "NMI": 0.5, "CONF": 0.2}
+    after = {"ACC": 0.8, "ECE": 0.05, "NMI": 0.50001, "CONF": 1}
     table = before_after_table([("head", before, after)])
     marks = {key: [cell.better for cell in cells] for key, _, cells in table.rows}
     assert marks == {"ACC": [True, False], "ECE": [False, True], "NMI": [False, False], "CONF": [False, False]}
+    models = [("a", [("h", {"ACC": 0.5}), ("i", {"ACC": 0.7})]), ("b", [("h", {"ACC": 0.7})])]
+    [(_, _, cells)] = side_by_side_table(models).rows  # the best of all models
+    assert [cell.better for cell in cells] == [False, True, True]
 
 
 def test_unknown_figures_are_dashes_and_rows_that_nobody_has_are_left_out():
@@ -66,18 +67,9 @@ def test_unknown_figures_are_dashes_and_rows_that_nobody_has_are_left_out():
     ]
 
 
-def test_side_by_side_marks_the_best_of_all_models():
-    table = side_by_side_table([("a", [("h", {"ACC": 0.5}), ("i", {"ACC": 0.7})]), ("b", [("h", {"ACC": 0.7})])])
-    [(_, _, cells)] = table.rows
-    assert [cell.better for cell in cells] == [False, True, True]
-
-
 def test_outside_scores_are_compared_within_one_data_set():
-    entry = {
-        "data": "a",
-        "images": 1000,
-        "scores": {"model": SCORES, "distance": {**SCORES, "FPR95": 0.1, "AUPR": None}},
-    }
+    both = {"model": SCORES, "distance": {**SCORES, "FPR95": 0.1, "AUPR": None}}
+    entry = {"data": "a", "images": 1000, "scores": both}
     rows = outside_rows([("m", [entry, {**entry, "data": "b", "scores": {"model": SCORES}}])])
     assert [(row.data, row.images, row.score) for row in rows] == [
         ("a", "1,000", TITLES["model"]),

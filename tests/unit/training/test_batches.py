@@ -6,15 +6,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, count_sub_batches
+from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes
 from cdc_plugin.config.schema import AugmentConfig
 from cdc_plugin.data.images import ImageSet, open_images
-from cdc_plugin.data.views import make_views, strong_view
+from cdc_plugin.data.views import plain_view, strong_view, weak_view
 from cdc_plugin.errors import UserError
+from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training import batches as module
-from cdc_plugin.training.batches import cached_views, fresh_views, make_batches, training_views, view_features
+from cdc_plugin.training.batches import (
+    CROP_SCALES,
+    cached_views,
+    choose_augmentation,
+    fresh_views,
+    make_batches,
+    training_views,
+    view_features,
+)
 from cdc_plugin.training.runtime import Distributed, Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 from tests.helpers.in_step import in_step
@@ -44,16 +53,12 @@ def numbers_only(chosen: Tensor, randomness: torch.Generator) -> Views:
 
 
 @pytest.mark.parametrize(("count", "batch"), [(100, 30), (75, 30), (30, 30), (7, 3), (5, 30)])
-def test_every_image_is_in_one_batch_of_an_epoch(count, batch):
-    found = [views.rows for views in make_batches(numbers_only, count, batch, 0)(0, 0)]
-    assert [len(rows) for rows in found] == batch_sizes(count, batch)
-    assert sorted(torch.cat(found).tolist()) == list(range(count))
-
-
-def test_batches_that_are_not_done_yet_can_be_had_again():
-    whole = list(make_batches(numbers_only, 100, 30, 0)(4, 0))
+def test_every_image_is_in_one_batch_of_an_epoch_and_batches_can_be_had_again(count, batch):
+    whole = list(make_batches(numbers_only, count, batch, 0)(4, 0))
+    assert [len(views.rows) for views in whole] == batch_sizes(count, batch)
+    assert sorted(torch.cat([views.rows for views in whole]).tolist()) == list(range(count))
     for done in range(len(whole) + 1):
-        again = list(make_batches(numbers_only, 100, 30, 0)(4, done))
+        again = list(make_batches(numbers_only, count, batch, 0)(4, done))
         for one, other in zip(again, whole[done:], strict=True):
             assert torch.equal(one.rows, other.rows)
             assert torch.equal(one.weak, other.weak)
@@ -69,25 +74,23 @@ def test_the_augmentation_of_a_run_is_that_of_its_settings(tiny_backbone):
         training_views(AugmentConfig(flip=True, crop_scale=0.2, exclude=["sharpen it"]), tiny_backbone)
 
 
-def test_fresh_views_are_those_of_the_whole_batch(tiny_backbone, images):
-    config, chosen = settings(passes="full"), torch.tensor([3, 1, 39, 7, 20, 21])
-    found = fresh_views(config, tiny_backbone, images, RUNTIME)(chosen, seeded(5))
-    expected = make_views(images.batch(chosen), training_views(config.augment, tiny_backbone), seeded(5))
-    views = (found.plain, found.weak, found.strong_of(torch.arange(6)))
-    assert all(torch.equal(*pair) for pair in zip(views, expected, strict=True))
-    assert torch.equal(found.rows, chosen)
-    assert found.plain.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_one_view_serves_as_plain_and_weak_where_passes_are_saved(tiny_backbone, images):
-    chosen = torch.arange(6)
+def test_fresh_views_are_those_of_the_whole_batch_and_one_is_plain_and_weak_where_passes_are_saved(
+    tiny_backbone, images
+):
+    chosen, own = torch.tensor([3, 1, 39, 7, 20, 21]), torch.arange(6)
     full, fast, frozen = (
-        fresh_views(settings(**changes), tiny_backbone, images, RUNTIME)(chosen, seeded())
+        fresh_views(settings(**changes), tiny_backbone, images, RUNTIME)(chosen, seeded(5))
         for changes in ({"passes": "full"}, {"passes": "fast"}, {"passes": "fast", "freeze_backbone": True})
     )
+    pixels, known, drawn = images.batch(chosen), training_views(OPEN, tiny_backbone), seeded(5)
+    assert torch.equal(full.plain, plain_view(pixels, known))
+    assert torch.equal(full.weak, weak_view(pixels, known, drawn))
+    assert torch.equal(full.strong_of(own), strong_view(pixels, known, drawn))
+    assert torch.equal(full.rows, chosen)
+    assert full.plain.is_contiguous(memory_format=torch.channels_last)
     assert fast.plain is fast.weak
     assert torch.equal(fast.weak, full.weak)
-    assert torch.equal(fast.strong_of(chosen), full.strong_of(chosen))
+    assert torch.equal(fast.strong_of(own), full.strong_of(own))
     for views in (full, frozen):  # those of a frozen backbone cost nothing
         assert not torch.equal(views.plain, views.weak)
 
@@ -120,7 +123,7 @@ def test_processes_make_the_views_of_their_share_as_one_process_would(tiny_backb
     def work(distributed: Distributed) -> list[Tensor]:
         views = fresh_views(config, tiny_backbone, images, Runtime(CPU, distributed=distributed))(chosen, seeded(7))
         assert torch.equal(views.rows, chosen)
-        owned = plan_shards(31, count_sub_batches(31, config.sub_batch_size), size).owned
+        owned = plan_shards(31, config.sub_batch_size, size).owned
         own = torch.arange(len(owned[distributed.rank]))
         assert len(views.plain) == len(own)
         return [distributed.gather(each, owned) for each in (views.plain, views.weak, views.strong_of(own))]
@@ -186,3 +189,52 @@ def test_features_of_views_are_computed_once_and_again_for_other_settings(tmp_pa
     for seed in (0, 0, 1, 0):
         module.cached_view_features(replace(config, seed=seed), tiny_backbone, images, RUNTIME)
     assert made == [0, 1]
+
+
+class Sides(nn.Module):
+    """Mean brightness of the left and of the right half."""
+
+    def forward(self, images):
+        return torch.stack([half.mean(dim=(1, 2, 3)) for half in images.chunk(2, dim=3)], dim=1)
+
+
+class Colour(nn.Module):
+    def forward(self, images):
+        return images.mean(dim=(2, 3))[:, :2]
+
+
+LIT_ON_ONE_SIDE, RED_OR_GREEN = np.zeros((2, 60, 16, 16, 3), dtype=np.uint8)
+for number in (0, 1):
+    LIT_ON_ONE_SIDE[number::2, :, 8 * number : 8 * number + 8] = 255
+    RED_OR_GREEN[number::2, ..., number] = 200
+
+
+def choose(asked, module=None, pixels=LIT_ON_ONE_SIDE):
+    backbone = Backbone(module or Sides(), 2, [0.5] * 3, [0.5] * 3, 16)
+    return choose_augmentation(asked, backbone, nn.Identity(), open_images(pixels, 16), RUNTIME, seeded())
+
+
+def test_a_backbone_gets_no_flips_if_it_tells_left_from_right_and_the_smallest_crops_if_it_looks_at_colours():
+    chosen, measured = choose(AugmentConfig())
+    assert (chosen.flip, measured["flip"]) == (False, 0)
+    assert choose(AugmentConfig()) == (chosen, measured)
+    chosen, measured = choose(AugmentConfig(), Colour(), RED_OR_GREEN)
+    assert (chosen.flip, chosen.crop_scale, measured["flip"]) == (True, CROP_SCALES[0], 1)
+    assert set(measured) == {"flip", *(f"crop {scale}" for scale in CROP_SCALES)}
+
+
+def test_what_is_asked_for_is_kept():
+    chosen, _ = choose(AugmentConfig(flip=True, operations=2))
+    assert (chosen.flip, chosen.operations) == (True, 2)
+    assert chosen.crop_scale in CROP_SCALES
+    chosen, _ = choose(AugmentConfig(crop_scale=0.33))
+    assert (chosen.flip, chosen.crop_scale) == (False, 0.33)
+    nothing_open = AugmentConfig(flip=False, crop_scale=0.5)
+    assert choose(nothing_open) == (nothing_open, {})
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_few_or_constant_images_are_enough(count):
+    chosen, _ = choose(AugmentConfig(), Colour(), np.full((count, 16, 16, 3), 7, dtype=np.uint8))
+    assert chosen.flip is not None
+    assert chosen.crop_scale in CROP_SCALES

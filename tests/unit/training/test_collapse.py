@@ -66,7 +66,11 @@ def test_a_sound_run_is_left_in_peace(columns, changes):
     assert detect(history(**columns), settings(**changes)) == []
 
 
-FIXED, BLAMED = {"selection": "fixed", "threshold": 0.8}, "Try another backbone (cdc-inspect BACKBONE"
+TWO, FIXED, BLAMED = (
+    {"clusters": 2},
+    {"selection": "fixed", "threshold": 0.8},
+    "Try another backbone (cdc-inspect BACKBONE",
+)
 # A run at lr_backbone=0.05, one epoch longer than it was run.
 COLLAPSE = {
     "selected": [0.32, 0.21, 0.24, 0.24, 0.24],
@@ -83,80 +87,61 @@ UNTRAINED = {"confidence": [0.2, 0.21], "selected": [0.2, 0.17], "largest": [0.2
         (
             {"selected": [0.0, 0.0, 0.0]},
             {"selection": "fixed", "threshold": 0.999},
-            [(1, "nothing-selected", False), (2, "nothing-selected", True)],
+            ["1 nothing-selected", "2 nothing-selected dead"],
             "Try selection=confident, or threshold=0.8, below the mean confidence of 80%.",
         ),
-        (  # a selection that begins to grow is not dead
-            {"selected": [0.001, 0.004, 0.03, 0.2]},
-            {},
-            [(1, "nothing-selected", False), (3, "few-selected", False)],
-            "0.1% of the images are selected",
-        ),
-        ({"selected": [0.07]}, FIXED, [(1, "few-selected", False)], "Only 7.0% of the images"),
-        ({"selected": [0.26, 0.34, 0.25, 0.19]}, FIXED, [(4, "selection-shrinks", False)], "19% of the images are sel"),
+        # A selection that begins to grow is not dead.
+        ({"selected": [0.001, 0.004, 0.03, 0.2]}, {}, ["1 nothing-selected", "3 few-selected"], "0.1% of the images"),
+        ({"selected": [0.07]}, FIXED, ["1 few-selected"], "Only 7.0% of the images"),
+        ({"selected": [0.26, 0.34, 0.25, 0.19]}, FIXED, ["4 selection-shrinks"], "19% of the images are sel"),
         # A confidence that falls while few images teach, and settings out of the usual, are seen early.
-        (
-            {"confidence": [0.77, 0.67], "selected": [0.13, 0.14]},
-            FIXED,
-            [(2, "confidence-falls", False)],
-            "from 77% to",
-        ),
+        ({"confidence": [0.77, 0.67], "selected": [0.13, 0.14]}, FIXED, ["2 confidence-falls"], "from 77% to"),
         (
             {"confidence": [0.47, 0.36], "selected": [0.44, 0.36]},
             {"lr_backbone": 0.05},
-            [(2, "confidence-falls", False)],
+            ["2 confidence-falls"],
             "Try lr_backbone=0.005, or freeze_backbone=True.",
         ),
         (
             {"confidence": [0.47, 0.35], "used": [200, 199]},
             {"clusters": 200, "batch_size": 1797},
-            [(2, "confidence-falls", False)],
+            ["2 confidence-falls"],
             "Try fewer clusters: a batch has 1797 images for 200, or batch_size=5000",
         ),
-        (
-            {"confidence": [0.509, 0.505, 0.504], "used": [2] * 3},
-            {"clusters": 2},
-            [(1, "chance", False), (3, "chance", True)],
-            "as if clusters were assigned at random",
-        ),
-        ({"confidence": [0.502, 0.505, 0.509], "used": [2] * 3}, {"clusters": 2}, [(1, "chance", False)], "at random."),
+        ({"confidence": [0.509, 0.505, 0.504], "used": [2] * 3}, TWO, ["1 chance", "3 chance dead"], "as if clusters"),
+        ({"confidence": [0.502, 0.505, 0.509], "used": [2] * 3}, TWO, ["1 chance"], "assigned at random."),
         (
             COLLAPSE,
             {"lr_backbone": 0.05},
-            [(2, "one-cluster", False), (5, "one-cluster", True)],
+            ["2 one-cluster", "5 one-cluster dead"],
             "One cluster holds 76% of the images, 24% in epoch 1. Try lr_backbone=0.005, or freeze_backbone=True.",
         ),
-        ({"largest": [0.8, 0.8], "used": [8, 8]}, {}, [(1, "one-cluster", False)], BLAMED),
-        (UNTRAINED, {}, [(2, "one-cluster", False)], BLAMED),
-        (
-            {"largest": [0.8, 1.0, 1.0], "used": [2, 1, 1]},
-            {"clusters": 2},
-            [(2, "one-cluster", False), (3, "one-cluster", True)],
-            "One cluster holds 100%",
-        ),
+        ({"largest": [0.8, 0.8], "used": [8, 8]}, {}, ["1 one-cluster"], BLAMED),
+        (UNTRAINED, {}, ["2 one-cluster"], BLAMED),
+        ({"largest": [0.8, 1.0, 1.0], "used": [2, 1, 1]}, TWO, ["2 one-cluster", "3 one-cluster dead"], "holds 100%"),
         (
             {"used": [9, 8, 7, 6], "largest": [0.25] * 4},
             {"init": "random"},
-            [(3, "clusters-die", False)],
+            ["3 clusters-die"],
             "No image comes into 3 of 10 clusters. Try init='prototypes', or clusters=7.",
         ),
         (
             {"confidence": [0.8, 0.99], "used": [8, 4], "largest": [0.25, 0.3]},
             {"entropy_weight": 0.1},
-            [(2, "clusters-die", False), (2, "over-confident", False)],
+            ["2 clusters-die", "2 over-confident"],
             "entropy_weight=1",
         ),
         (  # a frozen backbone is not to be frozen or slowed down
             {"used": [6], "largest": [0.3]},
             {"freeze_backbone": True, "lr_backbone": 0.05},
-            [(1, "clusters-die", False)],
+            ["1 clusters-die"],
             "Try clusters=6, or another backbone",
         ),
     ],
 )
 def test_a_collapse_is_warned_of_then_dead_and_comes_with_advice(columns, changes, expected, text):
     findings = detect(history(**columns), settings(**changes))
-    assert [(finding.epoch, finding.kind, finding.dead) for finding in findings] == expected
+    assert [f"{finding.epoch} {finding.kind}{' dead' * finding.dead}" for finding in findings] == expected
     assert text in findings[0].text
 
 
@@ -166,6 +151,9 @@ def test_each_kind_is_told_once_by_the_epoch_that_brings_it():
     told = [finding for end in range(1, 6) for finding in detect_new(whole[:end], config)]
     assert told == detect(whole, config)
     assert len({(finding.kind, finding.dead) for finding in told}) == len(told) == 4
+    [warning] = as_warnings([Finding(2, "few-selected", "Only 3% are selected.")])  # of the report
+    text = "After epoch 2: Only 3% are selected."
+    assert warning == {"kind": "few-selected", "text": text, "epoch": 2, "dead": False}
 
 
 def test_what_an_epoch_does_not_say_alarms_nobody():
@@ -179,16 +167,10 @@ def test_what_an_epoch_does_not_say_alarms_nobody():
     assert "nan" not in unknown[0].text
 
 
-def test_warnings_of_the_report_say_which_epoch_they_are_of():
-    [warning] = as_warnings([Finding(2, "few-selected", "Only 3% are selected.")])
-    text = "After epoch 2: Only 3% are selected."
-    assert warning == {"kind": "few-selected", "text": text, "epoch": 2, "dead": False}
-
-
 DEAD = history(selected=[0.03, 0.0, 0.0])
 
 
-def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
+def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change_also_when_it_is_resumed():
     config = settings(selection="fixed")
     refuse_dead(DEAD[:2], config)
     with pytest.raises(UserError) as error:
@@ -198,22 +180,17 @@ def test_a_dead_run_is_refused_in_one_line_that_says_what_to_change():
     assert "\n" not in said
     for word in ("selection=confident", "kept", "resume=True", "on_collapse=warn"):
         assert word in said
-
-
-def test_a_dead_run_that_is_resumed_is_refused_again():
     longer = [*DEAD, {**DEAD[-1], "epoch": 4}]
     assert detect_new(longer, settings()) == []
     with pytest.raises(UserError, match="stopped after epoch 4"):
         refuse_dead(longer, settings())
-
-
-def test_nothing_is_refused_after_the_last_epoch_or_where_the_user_wants_to_go_on():
+    # Nothing is refused after the last epoch, nor where the user wants to go on.
     refuse_dead(DEAD, settings(epochs=3))
     refuse_dead(DEAD, settings(on_collapse="warn"))
     refuse_dead([], settings())
 
 
-TWO, BOTH = {"clusters": 2}, {"used": [2, 2]}
+BOTH = {"used": [2, 2]}
 KEPT_HEADS, UNTAUGHT = {"batch_size": 99, "init": "keep"}, {"confidence": [0.8, 0.719], "selected": [0.3, 0.199]}
 
 

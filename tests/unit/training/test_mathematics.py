@@ -42,18 +42,13 @@ def compute_targets(refiner: Refiner, batch: Views) -> tuple[BatchTargets, Tenso
     return refiner.compute_targets(batch, seeded()), clustering, calibration
 
 
-def test_the_calibration_head_selects_pseudo_labels_by_the_weak_views():
-    batch, refiner = unlike_views(), make(settings(), nn.Identity, features=10)
-    targets, _, calibration = compute_targets(refiner, batch)
+def test_the_calibration_head_selects_by_the_weak_views_and_the_clustering_head_gives_targets_by_the_plain_ones():
+    batch, refiner = unlike_views(), make(settings(mini_clusters=BATCH), nn.Identity, features=10)
+    targets, clustering, calibration = compute_targets(refiner, batch)
     expected = select_confident(calibration)
     assert torch.equal(targets.selection.labels, expected.labels)
     assert torch.equal(targets.selection.mask, expected.mask)
     assert targets.confidence == pytest.approx(calibration.max(dim=1).values.mean().item())
-
-
-def test_the_clustering_head_gives_the_soft_targets_by_the_plain_views():
-    batch, refiner = unlike_views(), make(settings(mini_clusters=BATCH), nn.Identity, features=10)
-    targets, clustering, _ = compute_targets(refiner, batch)
     torch.testing.assert_close(targets.soft, clustering)  # each image is a mini-cluster of its own
     assert torch.equal(targets.features, batch.plain)
 

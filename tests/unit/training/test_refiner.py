@@ -24,15 +24,12 @@ from tests.helpers.refiners import (
 )
 
 
-def test_the_pseudo_label_step_leaves_the_calibration_head_untouched(monkeypatch):
+def test_the_pseudo_label_step_leaves_the_calibration_head_untouched_and_no_weight_has_two_optimisers(monkeypatch):
     monkeypatch.setattr(steps, "calibration_loss", lambda logits, targets, weight, fit: (logits * 0).sum())
     refiner = make(settings())
     refiner.select = trust(1)
     assert train_one_batch(refiner)[1] == ["backbone", "clustering_head"]
-
-
-def test_no_parameter_is_moved_by_both_optimisers():
-    networks = make(settings()).networks
+    networks = refiner.networks
     owned = [
         {id(p) for group in optimizer.param_groups for p in group["params"]}
         for optimizer in (networks.clustering_optimizer, networks.calibration_optimizer)
@@ -50,7 +47,11 @@ def test_a_batch_in_which_nothing_is_trusted_leaves_every_weight_finite():
     assert all_finite(refiner)
 
 
-def test_training_lowers_the_clustering_loss_and_recovers_separated_clusters():
+def test_training_lowers_the_clustering_loss_and_zero_epochs_change_nothing():
+    untrained = make(settings(epochs=0))
+    before = tensors_of(untrained)
+    assert fit(untrained) == []
+    assert same(before, tensors_of(untrained))
     refiner = make(settings(epochs=15, schedule="constant"))
     history = fit(refiner)
     assert history[-1]["clustering_loss"] < history[0]["clustering_loss"]
@@ -146,27 +147,21 @@ def test_unusual_sizes_and_identical_images_train_without_nan(changes, count):
         assert all_finite(refiner)
 
 
-def test_more_clusters_than_images_in_a_batch_are_refused():
+def test_more_clusters_than_images_in_a_batch_and_an_unknown_selection_are_refused():
     with pytest.raises(UserError, match="batch_size"):
         make(settings(clusters=10)).train_batch(views(count=6), torch.Generator())
-
-
-def test_an_unknown_selection_is_refused():
     with pytest.raises(UserError, match="did you mean 'confident'"):
         make(settings(selection="confidnt"))
 
 
-def test_a_loss_that_is_not_finite_is_refused():
-    refiner, broken = make(settings()), views()
+@pytest.mark.parametrize("mini_clusters", [6, 0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_and_a_backbone_that_has_diverged_are_refused(mini_clusters, value):
+    refiner, broken = make(settings(mini_clusters=mini_clusters)), views()
     broken.strong[:] = float("nan")
     refiner.select = trust(1)
     with pytest.raises(NotFiniteError):
         refiner.train_batch(broken, torch.Generator())
-
-
-@pytest.mark.parametrize("mini_clusters", [6, 0])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_backbone_that_has_diverged_is_refused(mini_clusters, value):
     refiner = make(settings(mini_clusters=mini_clusters))
     nn.init.constant_(refiner.networks.backbone[0].weight, value)
     with pytest.raises(NotFiniteError):
@@ -187,10 +182,3 @@ def test_an_epoch_whose_last_step_has_ruined_a_weight_or_a_statistic_does_not_co
     with pytest.raises(NotFiniteError):
         refiner.fit(lambda epoch, done: [views()][done:], ruin, ended.append)
     assert (refiner.epoch, len(ended)) == (1, 1)
-
-
-def test_zero_epochs_change_nothing():
-    refiner = make(settings(epochs=0))
-    before = tensors_of(refiner)
-    assert fit(refiner) == []
-    assert same(before, tensors_of(refiner))

@@ -25,12 +25,15 @@ def passes_of(refiner: Refiner, given: Views) -> list[tuple[bool, int]]:
     return seen
 
 
-def test_fast_passes_are_one_look_at_the_batch_and_three_of_four_images():
+def test_fast_passes_are_one_look_at_the_batch_and_three_of_four_images_but_calibration_sees_all(monkeypatch):
     given = views(count=80)
     fast, full = (make(settings(sub_batch_size=40, passes=passes)) for passes in ("fast", "full"))
     assert passes_of(full, given) == [(False, 80), (False, 80), (True, 40), (True, 40)]
     once = Views(given.weak, given.weak, given.strong, given.rows)
+    counts = []
+    monkeypatch.setattr(steps, "calibration_loss", lambda logits, *_: counts.append(len(logits)) or logits.sum() * 0)
     assert passes_of(fast, once) == [(False, 80), (True, 30), (True, 30)]
+    assert counts == [40, 40]
 
 
 def test_small_sub_batches_are_trained_whole_by_fast_passes():
@@ -80,13 +83,6 @@ def test_images_that_are_not_trusted_are_not_missed_where_nothing_but_the_loss_s
     assert other["selected"] == everyone["selected"] == 1
 
 
-def test_the_calibration_head_learns_from_all_images_of_a_fast_pass(monkeypatch):
-    counts = []
-    monkeypatch.setattr(steps, "calibration_loss", lambda logits, *_: counts.append(len(logits)) or logits.sum() * 0)
-    make(settings(sub_batch_size=40, passes="fast")).train_batch(views(count=80), torch.Generator())
-    assert counts == [40, 40]
-
-
 @pytest.mark.parametrize("passes", ["fast", "full"])
 def test_strong_views_that_are_made_when_they_are_needed_train_the_same(passes):
     given, asked = views(count=80), []
@@ -106,15 +102,7 @@ def test_strong_views_that_are_made_when_they_are_needed_train_the_same(passes):
     assert max(asked[0]) < 40 <= min(asked[1])
 
 
-def test_judging_asks_for_no_strong_view():
-    given = views()
-    refuse = Views(given.plain, given.weak, lambda own: pytest.fail("asked for"), given.rows)
-    refiner = make(settings())
-    judged = refiner.compute_targets(refuse, torch.Generator())
-    assert torch.equal(judged.features, refiner.compute_targets(given, torch.Generator()).features)
-
-
-def test_strong_views_are_made_in_full_precision():
+def test_strong_views_are_made_in_full_precision_and_not_for_judging():
     given, kinds = views(), set()
 
     def lazily(own: Tensor) -> Tensor:
@@ -122,8 +110,10 @@ def test_strong_views_are_made_in_full_precision():
         kinds.add((strong @ strong.T).dtype)
         return strong
 
-    refiner = make(settings(precision="bfloat16"))
-    refiner.train_batch(Views(given.plain, given.weak, lazily, given.rows), torch.Generator())
+    refiner, lazy = make(settings(precision="bfloat16")), Views(given.plain, given.weak, lazily, given.rows)
+    refiner.compute_targets(lazy, torch.Generator())
+    assert kinds == set()
+    refiner.train_batch(lazy, torch.Generator())
     assert kinds == {torch.float32}
 
 

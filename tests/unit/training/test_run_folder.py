@@ -31,13 +31,8 @@ def prepare_folder(out, name="x", resume=False, overwrite=False):
     return folder
 
 
-def test_a_new_folder_is_made_with_its_parents(tmp_path):
-    folder = prepare_folder(tmp_path / "a b" / "ü")
-    assert folder.is_dir()
-    assert names_in(folder) == []
-
-
-def test_folders_of_runs_without_a_name_are_numbered(tmp_path, monkeypatch):
+def test_a_new_folder_is_made_with_its_parents_and_numbered_without_a_name(tmp_path, monkeypatch):
+    assert names_in(prepare_folder(tmp_path / "a b" / "ü")) == []
     monkeypatch.chdir(tmp_path)
     made = [str(prepare_folder(None, "my photos!")) for _ in range(3)]
     assert made == [os.path.join("cdc-runs", f"my-photos-{number}") for number in (1, 2, 3)]
@@ -47,11 +42,22 @@ def test_folders_of_runs_without_a_name_are_numbered(tmp_path, monkeypatch):
     assert str(prepare_folder(None, "other")).endswith("other-1")
 
 
-def test_a_folder_with_anything_in_it_is_refused_and_left_alone(tmp_path):
-    fill(tmp_path, "config.yaml", "thesis.tex", "a", "b")
-    with pytest.raises(UserError, match=r"not empty \(a, b, config\.yaml, \.\.\.\).*resume=True.*overwrite=True"):
-        prepare_folder(tmp_path)
-    assert len(names_in(tmp_path)) == 4
+NOT_EMPTY = r"not empty \(a, b, config\.yaml, \.\.\.\).*resume=True.*overwrite=True"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["config.yaml", "thesis.tex", "a", "b"], {}, NOT_EMPTY),
+        (["thesis.tex"], {"resume": True}, r"nothing to resume .* no config\.yaml"),
+        ([], {"resume": True, "overwrite": True}, "exclude each other"),
+    ],
+)
+def test_a_folder_that_a_run_cannot_use_is_refused_and_left_alone(tmp_path, names, options, message):
+    fill(tmp_path, *names)
+    with pytest.raises(UserError, match=message):
+        prepare_folder(tmp_path, **options)
+    assert names_in(tmp_path) == sorted(names)
 
 
 def test_overwrite_removes_the_files_of_a_run_and_no_other(tmp_path):
@@ -77,12 +83,6 @@ def test_a_run_killed_before_its_first_state_or_that_failed_at_once_does_not_blo
     assert prepare_folder(tmp_path) == tmp_path
     fill(tmp_path, ".config.yaml.ab_d3fgh")
     assert prepare_folder(tmp_path, resume=True) == tmp_path
-
-
-def test_resume_refuses_a_folder_that_no_run_wrote(tmp_path):
-    fill(tmp_path, "thesis.tex")
-    with pytest.raises(UserError, match=r"nothing to resume .* no config\.yaml"):
-        prepare_folder(tmp_path, resume=True)
 
 
 @pytest.mark.parametrize("text", ["", "data: x\n", "data: x\nepochs: 3\nseed: 0\npreci"])
@@ -118,17 +118,11 @@ def test_a_run_that_never_started_leaves_no_folder(tmp_path, monkeypatch):
     assert (folder / "config.yaml").is_file()
 
 
-def test_resume_and_overwrite_exclude_each_other(tmp_path):
-    with pytest.raises(UserError, match="exclude each other"):
-        prepare_folder(tmp_path, resume=True, overwrite=True)
-
-
-@pytest.mark.parametrize("tail", [(), ("below",)])
-def test_a_file_in_the_way_is_refused(tmp_path, tail):
-    file = tmp_path / "file"
-    file.touch()
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_file_in_the_way_is_refused(tmp_path, path):
+    fill(tmp_path, "file")
     with pytest.raises(UserError, match="give the path of a folder"):
-        prepare_folder(file.joinpath(*tail))
+        prepare_folder(tmp_path / path)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
@@ -141,16 +135,13 @@ def test_a_folder_without_permission_is_refused(tmp_path):
         tmp_path.chmod(0o700)
 
 
-def test_a_state_reads_back_equal(tmp_path):
+def test_a_state_reads_back_equal_no_state_is_none_and_a_broken_one_is_told(tmp_path):
+    assert read_state(tmp_path) is None
     write_state(tmp_path, {"epoch": 3, "weights": {"a": torch.arange(4.0)}, "history": [{"loss": 0.5}]})
     state = read_state(tmp_path)
     assert state["epoch"] == 3
     assert torch.equal(state["weights"]["a"], torch.arange(4.0))
     assert names_in(tmp_path) == ["last.pt"]
-
-
-def test_no_state_is_none_and_a_broken_one_is_told(tmp_path):
-    assert read_state(tmp_path) is None
     (tmp_path / "last.pt").write_bytes(b"half")
     with pytest.raises(UserError, match=r"last\.pt cannot be read .*overwrite=True") as refusal:
         read_state(tmp_path)

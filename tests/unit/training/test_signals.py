@@ -41,7 +41,7 @@ def test_the_first_signal_is_noted_and_the_second_ends(number):
         pytest.fail("the second signal was not heard")
 
 
-def test_who_was_asked_and_does_not_end_is_ended_on_leaving():
+def test_who_was_asked_and_does_not_end_is_ended_on_leaving_unless_by_another_error():
     reached = []
     with noticing_termination() as notice:
         notice.end()  # nobody has asked
@@ -49,15 +49,12 @@ def test_who_was_asked_and_does_not_end_is_ended_on_leaving():
         tell()
         reached.append("the end")
     assert reached == ["the end"]
-
-
-def test_another_error_on_the_way_out_is_not_hidden():
     with pytest.raises(UserError, match="disk full"), noticing_termination():  # noqa: PT012
         tell()
         raise UserError("disk full")
 
 
-def test_a_signal_that_two_senders_pass_on_counts_once(monkeypatch):
+def test_a_signal_that_two_senders_pass_on_counts_once_and_does_not_disturb_the_way_out(monkeypatch):
     monkeypatch.setattr(signals, "ECHO", 60.0)
     with pytest.raises(Terminated), noticing_termination() as notice:  # noqa: PT012
         tell()
@@ -67,10 +64,7 @@ def test_a_signal_that_two_senders_pass_on_counts_once(monkeypatch):
         signals._heard[0] -= 61  # a minute later somebody has lost patience
         tell()
         pytest.fail("the late signal was not heard")
-
-
-def test_the_echo_of_a_noted_signal_does_not_disturb_the_way_out(monkeypatch):
-    monkeypatch.setattr(signals, "ECHO", 60.0)
+    signals._heard[0] = -math.inf
     tidied = []
     with pytest.raises(Terminated), ending_on_termination():  # noqa: PT012
         try:
@@ -107,7 +101,7 @@ def test_training_takes_over_from_the_command_and_gives_back():
         pytest.fail("the signal was not heard")
 
 
-def test_handlers_of_a_script_and_ignored_signals_are_left_alone():
+def test_handlers_of_a_script_and_ignored_signals_are_left_alone_and_other_threads_touch_nothing():
     heard = []
     for handler in (lambda number, frame: heard.append(number), signal.SIG_IGN):
         before = signal.signal(signal.SIGTERM, handler)
@@ -119,9 +113,6 @@ def test_handlers_of_a_script_and_ignored_signals_are_left_alone():
         finally:
             signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
-
-
-def test_in_another_thread_nothing_is_touched():
     seen = []
 
     def work():

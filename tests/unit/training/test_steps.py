@@ -1,4 +1,4 @@
-"""Heads, gradients, selections and calibrations of a run are exchanged by its config alone."""
+"""Sub-batches, and how heads, gradients, selections and calibrations are exchanged by the config alone."""
 
 import copy
 
@@ -9,17 +9,13 @@ from torch import Tensor
 from cdc_plugin.core.losses import calibrations
 from cdc_plugin.models.heads import ClusterHead, CosineHead
 from cdc_plugin.training.refiner import Refiner
-from tests.helpers.refiners import fit, make, same, settings, tensors_of, train_one_batch, trust, weights
+from cdc_plugin.training.runtime import plan_shards
+from cdc_plugin.training.steps import keep_for_training, split_batch
+from tests.helpers.refiners import CPU, fit, make, same, settings, tensors_of, train_one_batch, trust, weights
 
 
 def refiner(**changes) -> Refiner:
     return make(settings(**{"threshold": 0.4, **changes}))
-
-
-def trusting_nothing(**changes) -> Refiner:
-    made = refiner(**changes)
-    made.select = trust(0)
-    return made
 
 
 @pytest.mark.parametrize("heads", ["clu", "clu+cal"])
@@ -42,7 +38,9 @@ def test_a_single_head_ends_as_both_heads(heads):
     ids=str,
 )
 def test_where_nothing_is_trusted_the_calibration_loss_alone_moves_what_it_may(changes, expected):
-    stats, moved = train_one_batch(trusting_nothing(**changes))
+    made = refiner(**changes)
+    made.select = trust(0)
+    stats, moved = train_one_batch(made)
     assert stats["selected"] == 0
     assert moved == expected
     assert (stats["calibration_loss"] != 0) is (changes != {"heads": "clu"})
@@ -82,3 +80,33 @@ def test_a_head_is_its_last_layer_after_the_others(head):
     features = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     head.eval()
     assert torch.equal(head(features), head.logits(head.hidden(features)))
+
+
+def test_of_four_neighbours_one_is_left_out_and_a_trusted_one_only_where_all_are_trusted():
+    for count in range(1, 60):
+        trusted = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.7
+        before, kept = trusted.clone(), keep_for_training(trusted)
+        assert torch.equal(trusted, before)
+        assert kept.dtype == torch.bool
+        assert int((~kept).sum()) == count // 4
+        for first in range(0, count, 4):
+            block = trusted[first : first + 4].tolist()
+            expected = [True] * len(block)
+            if len(block) == 4:
+                expected[block.index(False) if False in block else 3] = False
+            assert kept[first : first + 4].tolist() == expected
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sub_batches_of_several_processes_are_those_of_one(size, fast):
+    trusted = torch.rand(151, generator=torch.Generator().manual_seed(3)) < 0.6
+    alone = list(split_batch(trusted, plan_shards(151, 50, 1), 0, fast, CPU))
+    plan = plan_shards(151, 50, size)
+    assert [len(part.trained) for part in alone] == ([39, 38, 38] if fast else [51, 50, 50])
+    for rank in range(size):
+        for part, expected in zip(split_batch(trusted, plan, rank, fast, CPU), alone, strict=True):
+            assert part.rows == expected.rows
+            assert torch.equal(part.trained, expected.trained)
+            # The views of this process that are trained on show the images at its places.
+            assert torch.equal(plan.owned[rank][part.own], part.trained[part.shards[rank]])

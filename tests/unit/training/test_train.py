@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from cdc_plugin.config.resolve import Facts, resolve
+from cdc_plugin.config.resolve import Facts, ResolvedConfig, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.heads import ClusterHead
@@ -37,38 +37,33 @@ def run_in(folder: Path, distributed: Distributed = SINGLE) -> Run:
     return Run(CONFIG, folder, Runtime(CPU, distributed=distributed), nothing, nothing, {})
 
 
-def spoilt(good: Refiner, folder: Path) -> Refiner:
-    """The same after a loss that is no number in the epoch after the last good one, whose state is in the folder."""
-    write_state(folder, {"refiner": copy.deepcopy(good.state())})
-    nn.init.constant_(good.networks.backbone.weight, float("nan"))
-    good.steps += 2
-    return good
-
-
-def test_the_first_time_a_run_goes_on_from_its_last_good_epoch_at_a_tenth_of_the_rates(tmp_path, caplog):
+def test_a_run_goes_on_from_its_last_good_epoch_at_a_tenth_of_the_rates_once_then_ends_with_rates_to_type(
+    tmp_path, caplog
+):
     found, good = refiner(), refiner()
     found.epoch = good.epoch = 4
     found.steps = good.steps = 7
+    write_state(tmp_path, {"refiner": copy.deepcopy(found.state())})
+    nn.init.constant_(found.networks.backbone.weight, float("nan"))
+    found.steps += 2
     current = run_in(tmp_path)
     with caplog.at_level(logging.WARNING):
-        roll_back(current, spoilt(found, tmp_path))
+        roll_back(current, found)
     assert (found.epoch, found.steps, found.slow_down, current.setback) == (4, 7, SLOW_DOWN, 5)
+    (warning,) = setback_warning(current.setback)  # in the report
+    assert warning["kind"] == "not-finite"
+    assert "epoch 5" in warning["text"]
+    assert setback_warning(None) == []
     for name, tensor in good.networks.backbone.state_dict().items():
         assert torch.equal(found.networks.backbone.state_dict()[name], tensor)
     (message,) = caplog.messages
-    assert "epoch 5" in message
-    assert "epoch 4" in message
+    assert "epoch 5: back to epoch 4" in message
     found.networks.set_learning_rates(found._lr_factor())
     assert found.networks.clustering_optimizer.param_groups[0]["lr"] == pytest.approx(4e-3 * found._lr_factor())
     good.restore(found.state())
     assert good.slow_down == SLOW_DOWN  # lower rates outlast a resumed run
-
-
-def test_the_second_time_a_run_ends_with_rates_to_type(tmp_path):
-    found = refiner()
-    found.epoch, found.slow_down = 4, SLOW_DOWN
     with pytest.raises(UserError) as end:
-        roll_back(run_in(tmp_path), found)
+        roll_back(current, found)
     # A tenth of a tenth: lower than what has just failed.
     for words in ("epoch 5", "lr_backbone=2e-05 lr_heads=4e-05", "freeze_backbone=True", str(tmp_path)):
         assert words in str(end.value)
@@ -86,13 +81,6 @@ def test_all_processes_go_back_to_the_state_that_the_main_one_reads(tmp_path):
         return torch.equal(found.networks.backbone.weight, good.networks.backbone.weight), found.slow_down
 
     assert in_step(2, work) == [(True, SLOW_DOWN)] * 2
-
-
-def test_the_report_tells_of_a_step_back_and_of_nothing_else():
-    assert setback_warning(None) == []
-    (warning,) = setback_warning(5)
-    assert warning["kind"] == "not-finite"
-    assert "epoch 5" in warning["text"]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +103,6 @@ def test_too_little_memory_is_told_with_a_smaller_sub_batch(error, distributed):
 
 
 LOST = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:21231"
-
-
 NO_COMPILER = type("BackendCompilerFailed", (RuntimeError,), {"__module__": "torch._dynamo.exc"})("no compiler\nmore")
 
 
@@ -139,7 +125,11 @@ def test_an_error_is_explained_where_that_helps_and_else_left_as_it_is(error, co
         assert re.search(words, str(told))
 
 
-STORED = resolve(RefineConfig(backbone="b.pt", data="d", clusters=3, epochs=5), Facts(100, 32, [0.5] * 3, [0.5] * 3))
+def resolve_again(request: RefineConfig) -> ResolvedConfig:
+    return resolve(request, Facts(100, 32, [0.5] * 3, [0.5] * 3))
+
+
+STORED = resolve_again(RefineConfig(backbone="b.pt", data="d", clusters=3, epochs=5))
 
 
 @pytest.mark.parametrize(
@@ -155,16 +145,14 @@ STORED = resolve(RefineConfig(backbone="b.pt", data="d", clusters=3, epochs=5), 
     ids=["nothing", "the same", "where and how", "augmentation", "cut", "from_recipe"],
 )
 def test_the_command_that_began_a_run_goes_on_with_it(given, stored):
-    check_resume_settings(given, replace(STORED, **stored), 100, Path("out"))
+    check_resume_settings(given, replace(STORED, **stored), resolve_again, Path("out"))
 
 
-OTHERS = {"clusters": 4, "epochs": 6, "seed": 1, "passes": "full", "sync_batchnorm": True, "mean": [0.1] * 3}
-
-
-@pytest.mark.parametrize(("name", "value"), {**OTHERS, "freeze_backbone": True}.items())
-def test_other_settings_than_those_a_run_began_with_are_refused(name, value):
-    with pytest.raises(UserError, match=rf"out .*{name}=.*{name}="):
-        check_resume_settings(RefineConfig(**{name: value}), STORED, 100, Path("out"))
+def test_other_settings_than_those_a_run_began_with_are_refused():
+    others = {"clusters": 4, "epochs": 6, "seed": 1, "passes": "full", "sync_batchnorm": True, "mean": [0.1] * 3}
+    for name, value in {**others, "freeze_backbone": True}.items():
+        with pytest.raises(UserError, match=rf"out .*{name}=.*{name}="):
+            check_resume_settings(RefineConfig(**{name: value}), STORED, resolve_again, Path("out"))
 
 
 def test_what_a_step_back_needs_is_in_the_state_of_a_run(tmp_path):

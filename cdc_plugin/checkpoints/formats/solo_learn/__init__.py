@@ -1,7 +1,4 @@
-"""Checkpoints of solo-learn, 1.0.2 to today, and of the version of it that CDC was developed with.
-
-A run writes a Lightning ``.ckpt``, which does not describe its network, and beside it ``args.json``, which does.
-"""
+"""Runs of solo-learn from 1.0.2 on and of CDC's version: a Lightning ``.ckpt``, and ``args.json`` that describes it."""
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.solo_learn.args import (
@@ -21,7 +18,6 @@ from cdc_plugin.models.architectures import image_size_default
 
 ONLINE, MOMENTUM = ("backbone.", "encoder."), ("momentum_backbone.", "momentum_encoder.")
 # Parts that stand beside the network in the modules of solo-learn; its online classifier is in all of them.
-CLASSIFIER = "classifier"
 COMPANIONS = {
     *("backbone", "encoder", "momentum_backbone", "momentum_encoder", "classifier", "momentum_classifier"),
     *("projector", "momentum_projector", "predictor", "predictor2", "momentum_predictor", "prototypes"),
@@ -37,8 +33,11 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     run = parse_args(checkpoint.sidecar.get("args.json"))
     prefix = _find_prefix(checkpoint, wanted)
     part = checkpoint.below(prefix)
-    network = _find_network(part, checkpoint, run, wanted)
-    if network is None:  # one that solo-learn does not have, added by the user
+    name = wanted.arch or (run.network if run else None)
+    known = any(name in names for names in NAMES.values())
+    if known or (wanted.arch is None and find_kind(part.state) is not None):
+        network = find_network(part.state, run, name, reconstructs="decoder.mask_token" in checkpoint.state)
+    else:  # one that solo-learn does not have, added by the user
         bare = load_bare(part, wanted).backbone
         open_facts = tuple(fact for fact in bare.inferred if fact.startswith("stem."))
         network = Network(bare.spec or {}, part.state, open_facts, bare.input_size if run is None else None)
@@ -72,15 +71,6 @@ def _find_prefix(checkpoint: Checkpoint, wanted: Wanted) -> str:
     )
 
 
-def _find_network(part: Checkpoint, file: Checkpoint, run: RunArgs | None, wanted: Wanted) -> Network | None:
-    name = wanted.arch or (run.network if run else None)
-    if not any(name in names for names in NAMES.values()) and (
-        wanted.arch is not None or find_kind(part.state) is None
-    ):
-        return None
-    return find_network(part.state, run, name, reconstructs="decoder.mask_token" in file.state)
-
-
 def _describe_writer(run: RunArgs | None) -> str:
     if run is None:
         return "solo-learn, without its args.json"
@@ -98,7 +88,7 @@ def matches(checkpoint: Checkpoint) -> bool:
     if parse_args(checkpoint.sidecar.get("args.json")) is not None:
         return True
     parts = {key.split(".")[0] for key in state}
-    if LIGHTNING not in payload_fields(checkpoint.payload) or CLASSIFIER not in parts or not parts <= COMPANIONS:
+    if LIGHTNING not in payload_fields(checkpoint.payload) or "classifier" not in parts or not parts <= COMPANIONS:
         return False
     # Either branch will do: in a damaged file one may be beyond recognition, and then loading reports it.
     return any(find_kind(checkpoint.below(prefix).state) is not None for prefix in branches)

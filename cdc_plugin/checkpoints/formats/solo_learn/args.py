@@ -1,8 +1,4 @@
-"""Read a run of solo-learn from its ``args.json``: network, data, statistics. Plain JSON; nothing in it is executed.
-
-Releases from 1.0.6 on write a nested file, earlier ones a flat one; a fork that CDC was developed with writes a
-nested one too, and builds its CIFAR stem differently.
-"""
+"""Read a run of solo-learn from its ``args.json``: network, data, statistics. Plain JSON; nothing in it is executed."""
 
 import re
 from collections.abc import Mapping
@@ -37,44 +33,29 @@ CIFARS = ("cifar10", "cifar20", "cifar100")
 CLASSES = {"cifar10": 10, "cifar20": 20, "cifar100": 100, "stl10": 10, "imagenet": 1000, "imagenet100": 100}
 FORK_CLASSES = {"cifar20": 20, "imagenet10": 10, "imagenetdogs": 15, "tinyimagenet": 200}
 # Data sets with a folder name of their own; all others are folders of images.
-PLACES = {
-    "cifar10": "cifar-10-batches-py",
-    "cifar20": "cifar-100-python",
-    "cifar100": "cifar-100-python",
-    "stl10": "stl10_binary",
-}
+PLACES = {"cifar10": "cifar-10-batches-py", "cifar20": "cifar-100-python"}
+PLACES |= {"cifar100": "cifar-100-python", "stl10": "stl10_binary"}
 EVALUATION_SIZES = {**dict.fromkeys(CIFARS, 32), "stl10": 96, "tinyimagenet": 64}
 
 
 @dataclass(frozen=True)
 class RunArgs:
-    """A run as its ``args.json`` describes it; None where it does not say.
+    """A run as its ``args.json`` describes it; None where it does not say."""
 
-    Args:
-        nested: written by a release from 1.0.6 on.
-        linear: a linear evaluation or fine-tuning, which normalises differently.
-        fork: CDC's own version of solo-learn.
-        method: pretraining method.
-        network: name of the backbone; ``kwargs`` has the settings it was built with.
-        classes: number of classes that the run counted, or None if its images have no labels.
-        mean, std: stated for the first view; solo-learn uses them for custom data only.
-        cdc: fields of our own configuration in the run, without those about the network's input.
-    """
-
-    nested: bool
-    linear: bool = False
-    fork: bool = False
+    nested: bool  # written by a release from 1.0.6 on; earlier ones wrote a flat file
+    linear: bool = False  # a linear evaluation or fine-tuning, which normalises differently
+    fork: bool = False  # the version that CDC was developed with, whose CIFAR stem differs
     method: str | None = None
     network: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of the network
     dataset: str | None = None
     train_path: str | None = None
     data_format: str = "image_folder"
-    classes: int | None = None
+    classes: int | None = None  # as the run counted them; None if its images have no labels
     crop_size: int | None = None
-    mean: tuple[float, ...] | None = None
+    mean: tuple[float, ...] | None = None  # of the first view; solo-learn uses it for custom data only
     std: tuple[float, ...] | None = None
-    cdc: dict[str, Any] = field(default_factory=dict)
+    cdc: dict[str, Any] = field(default_factory=dict)  # our own configuration, without what concerns the input
 
 
 def parse_args(content: Any) -> RunArgs | None:
@@ -116,11 +97,7 @@ def parse_args(content: Any) -> RunArgs | None:
 
 
 def find_statistics(run: RunArgs, called_encoder: bool) -> Statistics | None:
-    """Return the mean and std that the run normalised with; None if ``args.json`` leaves them open.
-
-    Args:
-        called_encoder: the weights are below ``encoder.``, as before December 2021.
-    """
+    """Return the mean and std that the run normalised with; None if ``args.json`` leaves them open."""
     imagenet = IMAGENET if run.nested or (run.std or (0,))[0] == IMAGENET[1][0] else IMAGENET_OLD
     if run.dataset is None or run.dataset not in {*CLASSES, *FORK_CLASSES, "custom"}:
         return (run.mean, run.std) if run.mean and run.std and not run.linear else None
@@ -230,11 +207,7 @@ def resolve_references(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_functions(value: Any, references: list[int]) -> Any:
-    """Return the settings with ``???`` for what OmegaConf must not or cannot evaluate.
-
-    Args:
-        references: number of references in every text that has some; it grows as they are found.
-    """
+    """Return the settings with ``???`` for what OmegaConf must not or cannot evaluate; count references by text."""
     if isinstance(value, Mapping):
         return {str(key): _drop_functions(item, references) for key, item in value.items()}
     if isinstance(value, list):

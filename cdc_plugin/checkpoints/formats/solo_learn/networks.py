@@ -1,7 +1,4 @@
-"""Find the network of solo-learn that weights belong to: as the run states it, else by names and shapes.
-
-The ViTs of ``mae`` and ``mocov3`` have 12 attention heads where the others have 3 or 6, at the same shapes.
-"""
+"""Find the network of solo-learn that weights belong to: as the run states it, else by names and shapes."""
 
 import math
 import re
@@ -13,16 +10,9 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.solo_learn.args import CIFARS, RunArgs
-from cdc_plugin.checkpoints.formats.torchvision import is_resnet, resnet_spec
+from cdc_plugin.checkpoints.formats.torchvision import RESNETS, is_resnet, resnet_spec
 from cdc_plugin.errors import CheckpointError, option
 
-RESNETS = {
-    "resnet18": ("basic", [2, 2, 2, 2]),
-    "resnet34": ("basic", [3, 4, 6, 3]),
-    "resnet50": ("bottleneck", [3, 4, 6, 3]),
-    "resnet101": ("bottleneck", [3, 4, 23, 3]),  # this and the next are easily added by users
-    "resnet152": ("bottleneck", [3, 8, 36, 3]),
-}
 # Width and depth of a ViT; width of the first stage and depths of a Swin or ConvNeXt; depths and widths.
 VITS = {"vit_tiny": (192, 12), "vit_small": (384, 12), "vit_base": (768, 12), "vit_large": (1024, 24)}
 SWINS = {
@@ -53,7 +43,7 @@ MARKS = {
     "poolformer": "network.0.0.layer_scale_1",
     "wide_resnet": "block1.layer.0.conv1.weight",
 }
-MANY_HEADS = ("mae", "mocov3")
+MANY_HEADS = ("mae", "mocov3")  # methods whose small ViTs have 12 attention heads, not 3 or 6, at the same shapes
 METHODS = (
     *("all4one", "barlow_twins", "base", "byol", "deepclusterv2", "dino", "mae", "mocov2plus", "mocov3", "nnbyol"),
     *("nnclr", "nnsiam", "ressl", "simclr", "simsiam", "supcon", "swav", "vibcreg", "vicreg", "wmse"),
@@ -81,10 +71,7 @@ def find_kind(weights: Mapping[str, Tensor]) -> str | None:
 
 
 def find_network(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, reconstructs: bool) -> Network:
-    """Return the network of weights, by its name in solo-learn or else by shapes.
-
-    ``reconstructs`` says that there is a decoder beside the network, as in mae.
-    """
+    """Return the network of weights, by its name or by shapes; one that ``reconstructs`` has a decoder, as in mae."""
     kind = find_kind(weights)
     stated = next((other for other, names in NAMES.items() if name in names), kind)
     if kind is None or stated != kind:
@@ -181,7 +168,8 @@ def _swin(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _re
     # the next one.
     kept = {key: value for key, value in weights.items() if not key.endswith(("attn_mask", "relative_position_index"))}
     if any(key.startswith("layers.0.downsample.") for key in kept):
-        kept = {re.sub(r"(?<=layers\.)\d(?=\.downsample)", _next, key): value for key, value in kept.items()}
+        later = re.compile(r"(?<=layers\.)\d(?=\.downsample)")
+        kept = {later.sub(lambda stage: str(int(stage[0]) + 1), key): value for key, value in kept.items()}
     spec = {"family": "timm", "name": f"{name}_patch4_window7_224", "kwargs": kwargs}
     return Network(spec, kept, inferred, size=None if inferred else _side(kwargs["img_size"]))
 
@@ -193,10 +181,6 @@ def _swin_side(weights: Mapping[str, Tensor], windows: list[int]) -> int | None:
         return windows[cut] * 4 * 2**cut
     mask = weights.get("layers.0.blocks.1.attn_mask")  # (windows, window^2, window^2)
     return None if mask is None else 4 * windows[0] * math.isqrt(mask.shape[0])
-
-
-def _next(number: re.Match[str]) -> str:
-    return str(int(number[0]) + 1)
 
 
 def _convnext(weights: dict[str, Tensor], run: RunArgs | None, name: str | None, _reconstructs: bool) -> Network:

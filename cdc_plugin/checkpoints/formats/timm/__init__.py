@@ -88,11 +88,10 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
 
 def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return the backbone of timm or torchvision that bare weights, as inside files of other formats, belong to."""
-    arch, candidates = wanted.arch, [TIMM, TORCHVISION]
-    if arch is not None:
-        candidates = [entry for entry in candidates if entry.knows and entry.knows(arch)]
-        if not candidates:
-            raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
+    arch = wanted.arch
+    candidates = [entry for entry in (TIMM, TORCHVISION) if arch is None or (entry.knows and entry.knows(arch))]
+    if not candidates:
+        raise CheckpointError(f"neither torchvision nor timm has an architecture {arch!r}; check the name")
     chosen = next((entry for entry in candidates if entry.matches(checkpoint)), candidates[0] if arch else None)
     if chosen is None:
         sample = ", ".join(list(checkpoint.state)[:4])
@@ -124,7 +123,6 @@ def _choose_branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, 
 
 
 def _read_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings of the model that a training run's arguments or a hub config state."""
     *runs, config = _read_records(checkpoint)
     stated: dict[str, Any] = {}
     for source in (config.get("model_args"), *(run.get("model_kwargs") for run in runs)):
@@ -149,7 +147,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _read_input(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return input size, mean and std where a training run's arguments or a hub config state them."""
     *runs, config = _read_records(checkpoint)
     flat = config if "architecture" in config else {}  # an older one
     stated: dict[str, Any] = {}

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+
+from torch import Tensor
 
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES
 
@@ -21,30 +22,19 @@ DERIVED = ("deit", "tf_", "legacy_", "gluon_", "tv_")
 PATCHES = "patch_embed.proj.weight"
 
 
-class Shaped(Protocol):
-    """Anything with a shape: a tensor, or one on the meta device."""
-
-    @property
-    def shape(self) -> Iterable[int]: ...
-
-
-def fingerprint(state: Mapping[str, Shaped]) -> str:
+def fingerprint(state: Mapping[str, Tensor]) -> str:
     """Return a short digest of names and shapes, leaving out what a model's settings may change."""
-    lines = []
-    for key, value in state.items():
-        if key.startswith(HEAD_PREFIXES) or ADJUSTABLE.search(key):
-            continue
-        shape = tuple(value.shape)
-        lines.append(f"{key}:{shape[:2] if key == PATCHES else shape}")
+    kept = [key for key in state if not key.startswith(HEAD_PREFIXES) and not ADJUSTABLE.search(key)]
+    lines = [f"{key}:{tuple(state[key].shape)[: 2 if key == PATCHES else None]}" for key in kept]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:10]
 
 
-def names_like(state: Mapping[str, Shaped]) -> tuple[str, ...]:
+def names_like(state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the timm models whose weights have these names and shapes, plain ones first; build them to be sure."""
     return _table().get(fingerprint(state), ())
 
 
-def make_table(states: Mapping[str, Mapping[str, Shaped]]) -> dict[str, list[str]]:
+def make_table(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:
     """Return the table for models by name, to write it again when timm has new ones."""
     table: dict[str, list[str]] = {}
     for name in sorted(states, key=lambda name: (name.startswith(DERIVED), len(name), name)):

@@ -13,14 +13,13 @@ from cdc_plugin.comparison.baselines import scan
 from cdc_plugin.comparison.baselines.loop import BaselineTask
 from cdc_plugin.comparison.baselines.scan import (
     balanced_cross_entropy,
-    consistency_loss,
     scan_loss,
     train_scan,
     train_self_label,
 )
 from cdc_plugin.core.agreement import nearest_neighbours
 from cdc_plugin.models.heads import LayeredHead
-from tests.helpers.blob_tasks import CLUSTERS, FEATURES, SIZE, blob_task, linear_backbone, predict, purity
+from tests.helpers.blob_tasks import CLUSTERS, SIZE, blob_task, linear_backbone, predict, purity
 
 
 def logits_of(*probabilities: list[float]) -> torch.Tensor:
@@ -91,7 +90,7 @@ def test_self_labelling_corrects_a_head_that_is_sure_of_most(monkeypatch):
     assert before < 0.97 < purity(predict(task, trained), truth)
 
 
-def test_self_labelling_takes_whole_batches_at_a_rate_of_its_own():
+def test_self_labelling_takes_whole_batches_of_strong_views_at_a_rate_of_its_own():
     task, _ = blob_task(nn.Identity(), epochs=1, lr_heads=0.5)
     weights = 6 * torch.eye(CLUSTERS, SIZE)
     head = head_with(weights)
@@ -99,6 +98,8 @@ def test_self_labelling_takes_whole_batches_at_a_rate_of_its_own():
     assert [len(rows) for rows in asked] == [60, 60]
     moved = (head[0].weight - weights).abs().max().item()
     assert 0 < moved < 2.5 * scan.SELF_LABEL_RATE  # two steps of Adam, each of about the rate at most
+    blank = replace(task, strong=lambda rows, randomness: torch.zeros(len(rows), SIZE))
+    assert torch.equal(train_self_label(blank, head_with(weights))[0].weight, weights)  # these give it no gradient
 
 
 def test_self_labelling_trains_the_backbone_and_reports_the_selected_share():
@@ -113,18 +114,12 @@ def test_self_labelling_trains_the_backbone_and_reports_the_selected_share():
     assert not head.training
 
 
-def test_strong_views_are_what_self_labelling_trains_on():
-    task, _ = blob_task(nn.Identity(), epochs=1)
-    blank = replace(task, strong=lambda rows, randomness: torch.zeros(len(rows), SIZE))
-    weights = 9 * torch.eye(CLUSTERS, SIZE)
-    head = train_self_label(blank, head_with(weights))
-    assert torch.equal(head[0].weight, weights)  # blank views give its weights no gradient
-
-
-def test_where_nothing_is_confident_the_weights_stay_and_nothing_is_nan():
+@pytest.mark.parametrize(("threshold", "weights"), [(0.99, 0.1 * torch.ones(3, 8)), (1.0, 1000 * torch.randn(3, 8))])
+def test_where_nothing_exceeds_the_threshold_the_weights_stay_and_nothing_is_nan(monkeypatch, threshold, weights):
+    monkeypatch.setattr(scan, "THRESHOLD", threshold)
     logs: list[dict[str, float]] = []
     task, _ = blob_task(linear_backbone(), logs, epochs=2)
-    head = head_with(0.1 * torch.ones(CLUSTERS, FEATURES))
+    head = head_with(weights)
     before = copy.deepcopy(head.state_dict()), copy.deepcopy(task.backbone.state_dict())
     train_self_label(task, head)
     after = head.state_dict(), task.backbone.state_dict()
@@ -132,24 +127,16 @@ def test_where_nothing_is_confident_the_weights_stay_and_nothing_is_nan():
     assert [(log["loss"], log["selected"]) for log in logs] == [(0, 0)] * 2
 
 
-def test_a_confidence_equal_to_the_threshold_is_not_enough(monkeypatch):
-    logs: list[dict[str, float]] = []
-    task, _ = blob_task(linear_backbone(), logs, epochs=1)
-    monkeypatch.setattr(scan, "THRESHOLD", 1.0)
-    train_self_label(task, head_with(1000 * torch.randn(CLUSTERS, FEATURES)))
-    assert logs[0]["selected"] == pytest.approx(0)
-
-
 def test_consistency_agrees_with_binary_cross_entropy_of_the_products(randomness):
     one, other = torch.randn(2, 30, 7, generator=randomness)
     products = (F.softmax(one, dim=1) * F.softmax(other, dim=1)).sum(dim=1)
     expected = F.binary_cross_entropy(products, torch.ones(30))
-    assert consistency_loss(one, other).item() == pytest.approx(expected.item(), abs=1e-5)
+    assert scan_loss(one, other, 0.0).item() == pytest.approx(expected.item(), abs=1e-5)
 
 
 def test_opposite_certainty_has_a_finite_loss_and_gradient():
     one = torch.tensor([[500.0, 0.0]], requires_grad=True)
-    loss = consistency_loss(one, torch.tensor([[0.0, 500.0]]))
+    loss = scan_loss(one, torch.tensor([[0.0, 500.0]]), 0.0)
     loss.backward()
     # log products are 0 - 500 in both clusters: log(2 e^-500)
     assert loss.item() == pytest.approx(500 - math.log(2), abs=1e-3)

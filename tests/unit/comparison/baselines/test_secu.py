@@ -99,16 +99,13 @@ def test_a_cluster_below_its_minimum_size_attracts_more_points_from_batch_to_bat
     # Nobody is in the second cluster: its dual variable grows by .1 * .9 / 2 = .045 per batch.
     batches = [assign(cosines, rows, labels).sum().item() for _ in range(3)]
     assert batches == [0, 0, 10]
+    # Shares 3/4, 1/4, 0 against a least share of .3: -.45, .05, .3, times the rate; none falls below 0.
+    duals = update_duals(torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0, 0, 1, 0]), 0.3, 0.5)
+    torch.testing.assert_close(duals, torch.tensor([0.0, 0.125, 0.25]))
 
 
-def random_cosines(count: int = 30, clusters: int = 4, seed: int = 0) -> torch.Tensor:
-    randomness = torch.Generator().manual_seed(seed)
-    return torch.rand(count, clusters, generator=randomness, dtype=torch.float64) * 2 - 1
-
-
-def negative_entropy_of(sizes: list[int]) -> float:
-    total = sum(sizes)
-    return sum(size / total * math.log(size / total) for size in sizes if size)
+def random_cosines(seed: int = 0) -> torch.Tensor:
+    return torch.rand(30, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
 
 
 def test_a_center_is_moved_by_its_own_points_and_most_by_hard_ones():
@@ -123,16 +120,14 @@ def test_a_center_is_moved_by_its_own_points_and_most_by_hard_ones():
     torch.testing.assert_close(centers.grad, expected)
 
 
-def test_representation_loss_by_hand():
+def test_representation_loss_and_its_gradient_by_hand():
     # The first view is at 3/4, the second at 1/2; targets: .2 + .8/2 = .6 and .2 + .8 * 3/4 = .8.
     first, second = torch.tensor([[0.1 * math.log(3.0), 0.0]]), torch.tensor([[0.0, 0.0]])
     by_first = -(0.6 * math.log(3 / 4) + 0.4 * math.log(1 / 4))
     by_second = math.log(2)
     loss = representation_loss(first, second, torch.tensor([0]), 0.1, 0.2)
     assert loss.item() == pytest.approx((by_first + by_second) / 2)
-
-
-def test_representation_loss_has_the_gradient_of_fixed_targets():
+    # The gradient is that of fixed targets.
     first, second = (random_cosines(seed=seed).requires_grad_() for seed in (0, 1))
     labels = torch.arange(30) % 4
     representation_loss(first, second, labels, 0.1, 0.3).backward()
@@ -144,7 +139,7 @@ def test_representation_loss_has_the_gradient_of_fixed_targets():
 
 @pytest.mark.parametrize("weight", [0.0, 0.12, 1.0, 20.0])
 def test_entropic_moves_agree_with_trying_every_cluster(weight):
-    cosines = random_cosines(30, 4)
+    cosines = random_cosines()
     sizes = [12, 1, 0, 17]  # the second holds one point, the third none
     labels = [0] * 12 + [1] + [3] * 17
     expected = []
@@ -154,31 +149,22 @@ def test_entropic_moves_agree_with_trying_every_cluster(weight):
             moved = list(sizes)
             moved[old] -= 1
             moved[new] += 1
-            values.append(row[new] - weight * 30 * negative_entropy_of(moved))
+            negative_entropy = sum(size / 30 * math.log(size / 30) for size in moved if size)
+            values.append(row[new] - weight * 30 * negative_entropy)
         expected.append(max(range(4), key=values.__getitem__))
     found = assign_by_entropy(cosines, torch.tensor(labels), torch.tensor(sizes), weight)
     assert found.tolist() == expected
 
 
-def test_a_million_points_are_counted_to_the_last_one():
+def test_a_million_points_are_counted_to_the_last_one_and_a_single_one_gives_no_nan():
     # The clusters differ by a factor of e: moving to the smaller one is worth 1.
     sizes = torch.tensor([1_000_000, round(1_000_000 / math.e)])
     labels = torch.tensor([0, 0])
     found = assign_by_entropy(torch.tensor([[0.9999, 0.0], [1.0001, 0.0]]), labels, sizes, 1.0)
     assert found.tolist() == [1, 0]
-
-
-def test_duals_by_hand():
-    # Shares 3/4, 1/4, 0 against a least share of .3: -.45, .05, .3, times the rate; none falls below 0.
-    duals = update_duals(torch.tensor([0.1, 0.1, 0.1]), torch.tensor([0, 0, 1, 0]), 0.3, 0.5)
-    torch.testing.assert_close(duals, torch.tensor([0.0, 0.125, 0.25]))
-
-
-@pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 0, 1]])
-def test_a_set_of_one_point_and_empty_clusters_give_no_nan(sizes):
-    label = torch.tensor([sizes.index(1)])
-    # Wherever a lone point lies, the entropy is 0: only the cosine counts.
-    assert assign_by_entropy(torch.tensor([[0.1, 0.3, 0.2]]), label, torch.tensor(sizes), 5.0).tolist() == [1]
+    for place in (0, 2):  # wherever a lone point lies, the entropy is 0: only the cosine counts
+        sizes = F.one_hot(torch.tensor(place), 3)
+        assert assign_by_entropy(torch.tensor([[0.1, 0.3, 0.2]]), torch.tensor([place]), sizes, 5.0).tolist() == [1]
 
 
 def test_cosines_far_beyond_the_temperature_leave_losses_finite():

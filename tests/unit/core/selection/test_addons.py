@@ -93,7 +93,7 @@ def test_gradient_filter_admits_what_pulls_the_same_way():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_gradient_filter_agrees_with_gradients_by_autograd(seed):
+def test_filters_agree_with_plain_loops_and_gradients_by_autograd(seed):
     seen, weights = random_batch(seed=seed)
     weights = weights.double().requires_grad_()
     selection = trusting(seen.probs, THIRD)
@@ -102,14 +102,7 @@ def test_gradient_filter_agrees_with_gradients_by_autograd(seed):
         loss = F.cross_entropy((weights @ hidden).unsqueeze(0), label.unsqueeze(0))
         gradients.append(torch.autograd.grad(loss, weights)[0].flatten())
     expected = admitted_by_loops(selection, seen, torch.stack(gradients).numpy(), SYNCHRONOUS)
-    after = gradient_synchronisation(selection, seen)
-    assert (after.mask & ~selection.mask).tolist() == expected
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_prototype_filter_agrees_with_plain_loops(seed):
-    seen, _ = random_batch(seed=seed)
-    selection = trusting(seen.probs, THIRD)
+    assert (gradient_synchronisation(selection, seen).mask & ~selection.mask).tolist() == expected
     expected = admitted_by_loops(selection, seen, seen.features.double().numpy(), None)
     assert (prototype_proximity(selection, seen).mask & ~selection.mask).tolist() == expected
 
@@ -145,21 +138,15 @@ def test_order_of_the_samples_and_numbers_of_the_clusters_do_not_matter(add):
 
 
 @pytest.mark.parametrize("add", BOTH)
-def test_nothing_is_admitted_where_nothing_is_trusted(add):
-    seen, _ = random_batch()
-    after = add(trusting(seen.probs, []), seen)
-    assert not after.mask.any()
-    assert after.quota.tolist() == [0] * 5
-
-
-@pytest.mark.parametrize("add", BOTH)
-def test_saturated_probabilities_and_empty_vectors_admit_nothing_and_give_no_nan(add):
+def test_saturated_probabilities_empty_vectors_and_no_trusted_sample_admit_nothing_and_give_no_nan(add):
     probs = torch.eye(3)[[0, 0, 1, 1]]
     nothing = torch.zeros(4, 6)
     selection = trusting(probs, [0, 2])
     assert torch.equal(add(selection, SelectionInput(probs, torch.arange(4), nothing, nothing)).mask, selection.mask)
     assert torch.isfinite(gradient_similarity(selection, probs, nothing)).all()
     assert torch.isfinite(prototype_similarity(selection, nothing)).all()
+    seen, _ = random_batch()
+    assert not add(trusting(seen.probs, []), seen).mask.any()
 
 
 def test_gradients_keep_their_direction_where_confidence_is_all_but_1():

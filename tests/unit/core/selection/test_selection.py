@@ -3,12 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cdc_plugin.core.selection import (
-    _top_samples,
-    make_selector,
-    select_confident,
-    select_confident_column,
-)
+from cdc_plugin.core.selection import _top_samples, make_selector, select_confident, select_confident_column
 from cdc_plugin.core.selection.base import SelectionInput
 from cdc_plugin.errors import ConfigError
 
@@ -71,27 +66,13 @@ def test_the_order_of_samples_and_the_numbers_of_clusters_do_not_matter(select):
 
 
 @pytest.mark.parametrize("select", BOTH)
-def test_quota_never_exceeds_the_list_and_sure_batches_are_trusted_whole(select):
-    one_hot = torch.eye(5).repeat(6, 1)
-    selection = select(one_hot)
-    assert selection.quota.tolist() == [6] * 5
-    assert selection.mask.all()
-
-
-@pytest.mark.parametrize("select", BOTH)
-def test_nothing_is_trusted_where_nothing_is_sure(select):
-    selection = select(torch.full((20, 20), 1 / 20))  # one sample a list, confidence .05
-    assert selection.quota.tolist() == [0] * 20
-    assert not selection.mask.any()
-
-
-@pytest.mark.parametrize("select", BOTH)
-def test_zero_probabilities_and_collapse_to_one_cluster_are_no_obstacle(select):
-    probs = torch.zeros(12, 3)
-    probs[:, 1] = 1.0
-    selection = select(probs)
-    assert selection.labels.tolist() == [1] * 12
-    assert int(selection.quota.max()) <= 4
+def test_sure_batches_are_trusted_whole_unsure_ones_not_and_no_quota_exceeds_its_list(select):
+    sure, unsure = select(torch.eye(5).repeat(6, 1)), select(torch.full((20, 20), 1 / 20))
+    assert (sure.quota.tolist(), sure.mask.all()) == ([6] * 5, True)
+    assert (unsure.quota.tolist(), unsure.mask.any()) == ([0] * 20, False)
+    collapsed = select(torch.eye(3)[[1] * 12])
+    assert collapsed.labels.tolist() == [1] * 12
+    assert int(collapsed.quota.max()) <= 4
 
 
 @pytest.mark.parametrize("select", BOTH)

@@ -40,6 +40,8 @@ def test_a_data_set_gives_its_images_labels_and_class_names():
     assert (some.images == PIXELS[[4, 2]]).all()
     assert some.labels.tolist() == [1, 2]
     assert images.digest == open_images(data).digest != open_images(data.select([0, 1, 2, 3, 5, 4])).digest
+    transformed = data.with_transform(lambda rows: {"photo": ["nonsense"] * len(rows["photo"])})
+    assert (open_images(transformed).images == PIXELS).all()
 
 
 def test_labels_can_be_left_out_and_hidden_ones_are_none():
@@ -48,19 +50,6 @@ def test_labels_can_be_left_out_and_hidden_ones_are_none():
     assert open_images(pictures([1.5] * 6, datasets.Value("float32"))).labels is None
     assert open_images(pictures(LABELS, datasets.Value("int64"), "fine_label")).labels.tolist() == LABELS
     assert open_images(pictures(LABELS, datasets.Value("int64"), "age")).labels is None
-
-
-def test_a_format_that_the_user_has_set_does_not_matter():
-    data = pictures().with_transform(lambda rows: {"photo": ["nonsense"] * len(rows["photo"])})
-    assert (open_images(data).images == PIXELS).all()
-
-
-def test_a_saved_data_set_is_a_folder_like_others(tmp_path):
-    pictures().save_to_disk(tmp_path / "saved")
-    images = open_images(tmp_path / "saved")
-    assert (images.images == PIXELS).all()
-    assert images.class_names == NAMES
-    assert images.digest == open_images(tmp_path / "saved").digest
 
 
 def test_of_several_splits_one_must_be_named(tmp_path):
@@ -74,13 +63,15 @@ def test_of_several_splits_one_must_be_named(tmp_path):
     assert len(open_images(datasets.DatasetDict({"train": pictures()}))) == 6
 
 
-@pytest.mark.parametrize("how", ["a.parquet", ""])
-def test_parquet_files_and_folders_of_them(tmp_path, how):
+@pytest.mark.parametrize("how", ["tables/a.parquet", "tables", "saved"])
+def test_parquet_files_folders_of_them_and_saved_data_sets(tmp_path, how):
     (tmp_path / "tables").mkdir()
     pictures().to_parquet(tmp_path / "tables" / "a.parquet")
-    images = open_images(str(tmp_path / "tables" / how))
+    pictures().save_to_disk(tmp_path / "saved")
+    images = open_images(str(tmp_path / how))
     assert (images.images == PIXELS).all()
-    assert images.labels.tolist() == LABELS
+    assert (images.labels.tolist(), images.class_names) == (LABELS, NAMES)
+    assert images.digest == open_images(tmp_path / how).digest
 
 
 def test_files_that_are_written_again_in_place_give_another_digest(tmp_path):

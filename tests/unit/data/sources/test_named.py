@@ -43,11 +43,7 @@ def test_class_lists_hold_distinct_wordnet_numbers(name, count):
     assert len(set(classes)) == len(classes) == count
     assert all(re.fullmatch(r"n\d{8}", wnid) for wnid in classes)
     assert f"imagenet{name}" in datasets
-
-
-def test_smaller_scan_subsets_lie_within_the_larger_ones():
-    small, middle, large = (set(read_class_list(f"imagenet{count}")) for count in (50, 100, 200))
-    assert small < middle < large
+    assert name not in ("50", "100") or set(classes) < set(read_class_list(f"imagenet{2 * count}"))
 
 
 def fake_cifar(count, classes):
@@ -89,8 +85,7 @@ def test_stl10_leaves_the_unlabeled_part_out(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [("cifar10", "cifar-10-batches-py"), ("cifar20", "cifar-100-python"), ("stl10", "stl10_binary")],
+    ("name", "place"), [("cifar10", "cifar-10-batches-py"), ("cifar20", "cifar-100-python"), ("stl10", "stl10_binary")]
 )
 def test_absent_data_set_says_where_it_looked_and_how_to_get_it(name, place, tmp_path):
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / place))}.*download=True"):
@@ -113,6 +108,7 @@ def test_tiny_imagenet_is_its_training_folder(tmp_path):
     assert images.class_names == ["n01443537", "n01629819"]
     with pytest.raises(UserError, match="tiny-imagenet-200"):
         open_images("tinyimagenet", root=tmp_path / "absent")
+    assert (native_size("tinyimagenet"), native_size("imagenet10")) == (64, None)  # without the files
 
 
 @pytest.mark.parametrize("place", [".", "train", "imagenet/train", "imagenet10"])
@@ -133,19 +129,9 @@ def test_missing_imagenet_classes_are_listed(tmp_path):
         open_images("imagenetdogs", root=tmp_path / "absent")
 
 
-def test_native_sizes_are_known_without_the_files():
-    sizes = {name: native_size(name) for name in ("digits", "cifar10", "stl10", "tinyimagenet", "imagenet10")}
-    assert sizes == {"digits": 32, "cifar10": 32, "stl10": 96, "tinyimagenet": 64, "imagenet10": None}
-
-
 def test_data_folder_is_argument_then_environment_then_default(monkeypatch, tmp_path):
     monkeypatch.delenv("CDC_DATA", raising=False)
     assert str(find_data_root()) == "data"
     monkeypatch.setenv("CDC_DATA", str(tmp_path))
     assert find_data_root() == tmp_path
     assert find_data_root("elsewhere").name == "elsewhere"
-
-
-def test_mistyped_name_is_answered_with_the_known_ones():
-    with pytest.raises(UserError, match="cifar10, cifar100, cifar20"):
-        open_images("cifar11")

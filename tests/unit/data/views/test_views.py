@@ -7,14 +7,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from torchvision.transforms import RandomResizedCrop
 
 from cdc_plugin.data import views
-from cdc_plugin.data.views import (
-    OPERATIONS,
-    ViewSettings,
-    make_views,
-    plain_view,
-    strong_view,
-    weak_view,
-)
+from cdc_plugin.data.views import OPERATIONS, ViewSettings, plain_view, strong_view, weak_view
 from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, random_crops, warp
 from cdc_plugin.errors import UserError
 
@@ -101,15 +94,11 @@ def test_geometric_operation_equals_pillow_within_interpolation(name, place):
         assert difference.median() <= 1
 
 
-def test_what_a_shift_brings_in_is_black_even_if_the_crop_has_more_to_show():
-    images = torch.full((1, 3, 32, 32), 200.0)
-    crop = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
-    shifted = warp(images, crop, torch.ones(1), GEOMETRIC_OPERATIONS["translate_x"][0](torch.tensor([0.25])), 16)
+def test_a_shift_brings_in_black_even_if_the_crop_has_more_to_show_and_the_whole_crop_is_the_image():
+    light, shift = torch.full((1, 3, 32, 32), 200.0), GEOMETRIC_OPERATIONS["translate_x"][0](torch.tensor([0.25]))
+    shifted = warp(light, torch.tensor([[0.5, 0.5, 0.0, 0.0]]), torch.ones(1), shift, 16)
     assert (shifted[..., :12] == 200).all()
     assert (shifted[..., 12:] == 0).all()
-
-
-def test_whole_crop_at_the_same_size_is_the_image():
     images = noise().float()
     same = warp(images, WHOLE.repeat(6, 1), torch.ones(6), None, 40)
     assert torch.allclose(same, images, atol=1e-2)
@@ -139,32 +128,21 @@ def test_plain_view_is_the_image_normalised():
     assert torch.allclose(plain_view(images, ViewSettings(32, mean, std)), expected, atol=1e-5)
     for size in (24, 112):
         assert plain_view(images, ViewSettings(size, **PLAIN)).shape == (2, 3, size, size)
+    large = noise(2, 256)  # with the margin, which is left out
+    view = plain_view(large, ViewSettings(224, **PLAIN))
+    assert torch.allclose(view, large[:, :, 16:240, 16:240].float(), atol=1e-3)
 
 
-def test_plain_view_of_stored_margin_is_the_centre_crop():
-    images = noise(2, 256)
-    view = plain_view(images, ViewSettings(224, **PLAIN))
-    assert torch.allclose(view, images[:, :, 16:240, 16:240].float(), atol=1e-3)
-
-
-def test_same_seed_gives_same_views_and_another_seed_others():
+def test_views_depend_on_the_seed_and_neither_use_nor_change_the_global_random_state():
     images, settings = noise(), ViewSettings(32, **PLAIN)
-    first, again = (make_views(images, settings, generator(3)) for _ in range(2))
-    other = make_views(images, settings, generator(4))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(first[0], other[0])
-    assert not torch.equal(first[1], other[1])
-    assert not torch.equal(first[2], other[2])
-
-
-def test_global_random_state_is_neither_used_nor_changed():
-    images, settings = noise(), ViewSettings(32, **PLAIN)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = strong_view(images, settings, generator())
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert torch.equal(strong_view(images, settings, generator()), first)
+    for view in (weak_view, strong_view):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        first = view(images, settings, generator(3))
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.manual_seed(2)
+        assert torch.equal(view(images, settings, generator(3)), first)
+        assert not torch.equal(view(images, settings, generator(4)), first)
 
 
 @pytest.mark.parametrize("level", [0, 128, 255])

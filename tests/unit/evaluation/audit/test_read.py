@@ -8,7 +8,6 @@ import pytest
 
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.audit.read import (
-    choose_bin_count,
     compute_accuracy_bound,
     compute_accuracy_interval,
     read_answers,
@@ -47,10 +46,6 @@ def test_bounds_that_can_be_worked_by_hand():
     assert wider_low < low < high < wider_high
 
 
-def test_bins_grow_with_the_answers():
-    assert [choose_bin_count(answered) for answered in (1, 9, 19, 20, 99, 150, 1000)] == [1, 1, 1, 2, 9, 15, 15]
-
-
 def test_chance_gives_the_mean_absolute_deviation_of_a_binomial_and_less_with_more_answers():
     # One bin of 10 answers at confidence 0.5: E|X / 10 - 0.5| = 0.1230.
     assert simulate_calibration_error(np.full(10, 0.5), 1) == pytest.approx(0.1230, abs=0.012)
@@ -80,6 +75,11 @@ def test_selected_images_get_bounds_of_their_own(filled):
     assert result.selected.at_least == compute_accuracy_bound(20, 20)
     assert result.selected.confidence == pytest.approx(0.95)
     assert any("selected" in line and "100.0% (20 of 20 right)" in line for line in result.lines())
+
+
+def test_bins_grow_with_the_answers(filled):
+    counts = (1, 9, 19, 20, 99, 150, 400)
+    assert [read_answers(filled(["y"] * count)).bins for count in counts] == [1, 1, 1, 2, 9, 15, 15]
 
 
 def test_calibration_error_worked_by_hand(filled):
@@ -153,11 +153,8 @@ def test_rows_that_were_removed_count_as_not_answered(filled):
     assert "2 of the 30 drawn images are not in the file" in result.notes[0]
 
 
-def test_an_audit_of_every_image_says_so(filled):
-    assert "every image was looked at" in read_answers(filled(["y"] * 20, images=20)).lines()[-1]
-
-
 def test_the_words_for_the_terminal(filled):
+    assert "every image was looked at" in read_answers(filled(["y"] * 20, images=20)).lines()[-1]
     lines = read_answers(filled(["y"] * 95 + ["n"] * 5, confidence=[0.94] * 100)).lines()
     assert "100 of 100 images answered, drawn from 500 (photos by model)" in lines[0]
     assert all(fact in lines[1] for fact in ("95.0% (95 of 100 right)", "88.7%", "98.4%", "89.8%"))

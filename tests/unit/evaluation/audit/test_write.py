@@ -66,15 +66,12 @@ def test_the_page_shows_the_drawn_images_beside_the_surest_of_their_cluster(tmp_
         assert all(abs(grey(found["pictures"][str(other)]) - other) <= 2 for other in question["typical"])
 
 
-def test_typical_images_are_the_surest():
+def test_typical_images_are_the_surest_and_an_image_alone_in_its_cluster_has_nothing_beside_it(tmp_path):
     table = predictions(60, 3)
     chosen = find_typical_rows(table, 1, 5)
     others = [row for row in range(60) if table["cluster"][row] == 1 and row not in chosen]
     assert table["confidence"][chosen].min() >= table["confidence"][others].max()
     assert len(find_typical_rows(table, 1, 100)) == 20
-
-
-def test_an_image_alone_in_its_cluster_has_nothing_beside_it(tmp_path):
     _, page = write_audit(tmp_path, predictions(4, 4), 4, 0, shades, "x", False)
     assert [question["typical"] for question in content(page)["questions"]] == [[]] * 4
 

@@ -1,6 +1,5 @@
 """Every file is read back by an independent reader and holds what the table holds."""
 
-import csv
 import json
 import os
 from urllib.parse import parse_qs, urlsplit
@@ -11,39 +10,32 @@ import pytest
 
 from cdc_plugin.evaluation import writers
 from cdc_plugin.evaluation.writers.files import escape_name, name_clusters
+from tests.helpers.commands import read_table
 
 # The columns of the fifth row beside cluster and confidence; true and false are equal to 1 and 0.
 OTHERS = {"clustering_confidence": 0.5, "second_cluster": 4, "second_confidence": 0.1, "distance": 9.5}
 OTHERS |= {"outlier": 1, "selected": 0}
 
 
-def rows_of(file):
-    with open(file, encoding="utf-8", errors="surrogateescape", newline="") as text:
-        return list(csv.DictReader(text))
-
-
 def test_csv_holds_all_columns(tmp_path, images, odd_table):
     assert writers.write("csv", tmp_path / "p.csv", [odd_table], images) == [tmp_path / "p.csv"]
-    rows = rows_of(tmp_path / "p.csv")
+    rows = read_table(tmp_path / "p.csv")
     assert list(rows[0]) == list(odd_table.dtype.names)
     assert [row["path"] for row in rows] == odd_table.path.tolist()
     assert [row["outlier"] for row in rows] == ["0", "0", "0", "0", "1", "0", "0"]
 
 
-def test_parquet_has_proper_types_and_the_same_values(tmp_path, images, table):
+def test_parquet_has_proper_types_escapes_bytes_that_are_no_text_and_has_a_number_for_index(
+    tmp_path, images, odd_table
+):
     parquet = pytest.importorskip("pyarrow.parquet")
-    writers.write("parquet", tmp_path / "p.parquet", [table], images)
+    writers.write("parquet", tmp_path / "p.parquet", [odd_table], images)
     found = parquet.read_table(tmp_path / "p.parquet")
     types = ["string", "int32", "float", "float", "int32", "float", "float", "bool", "bool"]
     assert [str(field.type) for field in found.schema] == types
-    for name in table.dtype.names:
-        np.testing.assert_array_equal(found[name].to_numpy(), table[name])
-
-
-def test_parquet_escapes_bytes_that_are_no_text_and_has_a_number_for_index(tmp_path, images, odd_table):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    writers.write("parquet", tmp_path / "p.parquet", [odd_table], images)
-    assert parquet.read_table(tmp_path / "p.parquet")["path"].to_pylist()[:2] == ["bad\\xff.png", "control\x01.png"]
+    assert found["path"].to_pylist()[:2] == ["bad\\xff.png", "control\x01.png"]
+    for name in odd_table.dtype.names[1:]:
+        np.testing.assert_array_equal(found[name].to_numpy(), odd_table[name])
     table = np.rec.fromarrays(
         [np.array(["0", "7"], dtype=object), np.array([1, 0]), np.array([0.5, 1], dtype=np.float32)],
         names=["index", "cluster", "confidence"],
@@ -95,6 +87,8 @@ def test_fiftyone_labels_are_keyed_by_the_path_of_the_image(tmp_path, images, ta
     assert label["attributes"] == OTHERS
     assert (label["attributes"]["outlier"], label["attributes"]["selected"]) == (True, False)
     assert type(label["attributes"]["outlier"]) is bool
+    writers.write("fiftyone", tmp_path / "p.json", [table[:1]], images / "a.jpg")  # one image: within its folder
+    assert list(json.loads((tmp_path / "p.json").read_text())["labels"]) == [str(images / "a.jpg")]
 
 
 @pytest.mark.parametrize("to", ["label-studio", "fiftyone"])
@@ -111,7 +105,7 @@ def test_json_is_valid_unicode_whatever_the_names(tmp_path, images, odd_table, t
 def test_cvat_gets_one_tag_an_image_and_a_table_of_categories_whichever_is_named(tmp_path, images, table, out):
     written = writers.write("cvat", tmp_path / out, [table], images)
     assert [file.name for file in written] == ["p.xml", "p.csv", "p.labels.json"]
-    rows = rows_of(tmp_path / "p.csv")
+    rows = read_table(tmp_path / "p.csv")
     assert list(rows[0])[:4] == ["file_name", "category_id", "category_name", "score"]
     assert [row["file_name"] for row in rows] == table.path.tolist()
     assert (rows[4]["category_id"], rows[4]["category_name"], rows[4]["score"]) == ("11", "cluster 11", "0.5")
@@ -141,24 +135,16 @@ def test_cvat_xml_leaves_out_names_that_cvat_can_not_find_and_says_so(tmp_path, 
     writers.write("cvat", tmp_path / "p.xml", [odd_table], images)
     names = [image.attrib["name"] for image in ElementTree.parse(tmp_path / "p.xml").iter("image")]
     assert names == odd_table.path.tolist()[4:]
-    assert [row["file_name"] for row in rows_of(tmp_path / "p.csv")] == odd_table.path.tolist()
+    assert [row["file_name"] for row in read_table(tmp_path / "p.csv")] == odd_table.path.tolist()
     assert "4 images are in the CSV but not in the XML" in caplog.text
 
 
-def test_one_image_is_named_within_its_folder(tmp_path, images, table):
-    writers.write("fiftyone", tmp_path / "p.json", [table[:1]], images / "a.jpg")
-    assert list(json.loads((tmp_path / "p.json").read_text())["labels"]) == [str(images / "a.jpg")]
-
-
-def test_cluster_names_sort_as_numbers(table):
+def test_cluster_names_sort_as_numbers_valid_names_stay_as_they_are_and_invalid_ones_stay_apart(table):
     assert name_clusters(table)[:2] == ["cluster 00", "cluster 01"]
     table["second_cluster"][0] = 100
     names = name_clusters(table)
     assert len(names) == 101
     assert names == sorted(names)
-
-
-def test_valid_names_stay_as_they_are_and_invalid_ones_stay_apart():
     for name in ("plain.png", "Ä 日本.png", "\U0001f600.png"):
         assert escape_name(name) == name
     assert escape_name(os.fsdecode(b"bad\xff.png")) != escape_name(os.fsdecode(b"bad\xfe.png"))

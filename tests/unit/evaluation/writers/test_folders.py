@@ -1,6 +1,5 @@
 """Folders of links: every image once, images untouched, nothing of the user's removed."""
 
-import csv
 import errno
 import os
 import shutil
@@ -10,6 +9,7 @@ import pytest
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import writers
 from cdc_plugin.evaluation.writers import folders
+from tests.helpers.commands import read_table
 
 
 def tree(folder) -> set[str]:
@@ -48,7 +48,9 @@ def test_every_image_has_one_link_in_the_folder_of_its_cluster(tmp_path, images,
     assert (tmp_path / "sorted").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_unsure_images_and_outliers_have_their_own_folders(tmp_path, images, table):
+def test_unsure_images_and_outliers_have_their_own_folders_and_the_list_says_which_image_each_link_is(
+    tmp_path, images, table
+):
     writers.write("folders", tmp_path / "sorted", [table], images)
     assert tree(tmp_path / "sorted") >= {
         "cluster 03/a.jpg",
@@ -56,12 +58,7 @@ def test_unsure_images_and_outliers_have_their_own_folders(tmp_path, images, tab
         "cluster 01/unsure/line\nbreak.png",
         "outliers/100%#?+ $image.png",
     }
-
-
-def test_the_list_says_which_image_each_link_is(tmp_path, images, table):
-    writers.write("folders", tmp_path / "sorted", [table], images)
-    with open(tmp_path / "sorted" / "links.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table(tmp_path / "sorted" / "links.csv")
     assert [row["path"] for row in rows] == table.path.tolist()
     for row in rows:
         link = tmp_path / "sorted" / row["link"]
@@ -109,7 +106,10 @@ def test_hard_links_are_made_where_there_are_no_symbolic_ones(tmp_path, images, 
     assert (images / "a.jpg").stat().st_nlink == 2
 
 
-def test_a_place_without_any_links_is_refused_before_work(tmp_path, images, monkeypatch):
+def test_a_place_without_any_links_and_one_among_the_images_are_refused_before_work(tmp_path, images, monkeypatch):
+    for inside in (".", "sorted", "sub/sorted"):
+        with pytest.raises(UserError, match="more images"):
+            writers.check_source("folders", str(images), images / inside)
     no_symbolic_links(monkeypatch)
     monkeypatch.setattr(os, "link", os.symlink)
     with pytest.raises(UserError, match="disk that holds the images"):
@@ -117,13 +117,9 @@ def test_a_place_without_any_links_is_refused_before_work(tmp_path, images, monk
     assert list(tmp_path.iterdir()) == [images]
 
 
-@pytest.mark.parametrize("inside", [".", "sorted", "sub/sorted"])
-def test_links_among_the_images_are_refused(images, inside):
-    with pytest.raises(UserError, match="more images"):
-        writers.check_source("folders", str(images), images / inside)
-
-
-def test_overwrite_replaces_an_earlier_export_whole(tmp_path, images, plain_table):
+def test_an_empty_folder_is_taken_and_overwrite_replaces_an_earlier_export_whole(tmp_path, images, plain_table):
+    (tmp_path / "sorted").mkdir()
+    writers.choose_format("folders", tmp_path / "sorted", overwrite=False)
     writers.write("folders", tmp_path / "sorted", [plain_table], images)
     with pytest.raises(UserError, match="--overwrite"):
         writers.choose_format("folders", tmp_path / "sorted", overwrite=False)
@@ -162,13 +158,6 @@ def test_photos_a_file_or_a_link_in_the_place_of_the_folder_are_refused(tmp_path
     for name, words in ((images.name, "no export made"), ("file", "new folder"), ("link", "new folder")):
         with pytest.raises(UserError, match=words):
             writers.choose_format("folders", tmp_path / name, overwrite=True)
-
-
-def test_an_empty_folder_is_taken(tmp_path, images, plain_table):
-    (tmp_path / "sorted").mkdir()
-    writers.choose_format("folders", tmp_path / "sorted", overwrite=False)
-    writers.write("folders", tmp_path / "sorted", [plain_table], images)
-    assert (tmp_path / "sorted" / "links.csv").is_file()
 
 
 @pytest.mark.parametrize("there_before", [False, True])

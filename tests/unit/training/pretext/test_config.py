@@ -39,19 +39,15 @@ def test_every_recipe_that_is_asked_for_stands_alone_and_can_be_resolved(name):
     assert config.queue is None or config.queue < 3_000
 
 
-@pytest.mark.parametrize(("images", "queue"), [(32_769, 32_768), (32_768, 16_384), (13_000, 6_500)])
-def test_a_queue_as_large_as_the_set_is_cut_to_half_of_it(images, queue):
-    assert resolve(load_pretrain_config("paper-mocov2"), images, 32).queue == queue
-
-
-@pytest.mark.parametrize(("epochs", "warmup"), [(8, 2), (1, 0)])
-def test_short_runs_warm_up_for_a_quarter_at_most(epochs, warmup):
-    assert resolve(load_pretrain_config("paper-simsiam", {"epochs": epochs}), 1000, 32).warmup_epochs == warmup
-
-
-@pytest.mark.parametrize(("words", "flip"), [([], False), (["flip=true"], True)])
-def test_digits_are_not_mirrored_unless_asked_for(words, flip):
-    assert resolve(load_pretrain_config(None, {"data": "digits"}, words), 1797, 32).flip is flip
+def test_queues_and_warm_up_are_cut_to_the_run_and_digits_are_not_mirrored_unless_asked_for():
+    for images, queue in ((32_769, 32_768), (32_768, 16_384), (13_000, 6_500)):
+        assert resolve(load_pretrain_config("paper-mocov2"), images, 32).queue == queue
+    for epochs, warmup in ((8, 2), (1, 0)):
+        assert resolve(load_pretrain_config("paper-simsiam", {"epochs": epochs}), 1000, 32).warmup_epochs == warmup
+    for words, flip in (([], False), (["flip=true"], True)):
+        assert resolve(load_pretrain_config(None, {"data": "digits"}, words), 1797, 32).flip is flip
+    with pytest.raises(UserError, match="at least 32"):
+        resolve(load_pretrain_config(None, {"data": "photos"}), 31, 32)
 
 
 def test_words_overrule_flags_and_flags_a_file_and_a_file_what_lies_beneath(tmp_path):
@@ -89,8 +85,3 @@ def test_mistakes_are_refused_with_what_to_type_next(recipe, words, message):
     with pytest.raises(UserError, match=message) as raised:
         load_pretrain_config(recipe, None, words)
     assert "\n" not in str(raised.value)
-
-
-def test_too_few_images_are_refused():
-    with pytest.raises(UserError, match="at least 32"):
-        resolve(load_pretrain_config(None, {"data": "photos"}), 31, 32)

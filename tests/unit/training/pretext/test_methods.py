@@ -112,8 +112,8 @@ def test_the_momentum_network_keeps_a_share_of_its_past(method):
     assert all(torch.equal(p, torch.ones_like(p)) for p in task.online.parameters())
 
 
-def test_the_queue_is_filled_with_keys_of_images_before_the_first_step():
-    task = task_of("mocov2")
+def test_the_queue_is_filled_with_keys_of_images_before_the_first_step_and_part_of_the_state():
+    task, other = task_of("mocov2"), task_of("mocov2")
     before = task.criterion.memory_bank.bank.clone()
     unread = iter([views(), views(), views()])
     task.prepare(unread)
@@ -121,14 +121,9 @@ def test_the_queue_is_filled_with_keys_of_images_before_the_first_step():
     assert (bank != before).any(dim=1).all()
     assert torch.allclose(bank.norm(dim=1), torch.ones(16), atol=1e-5)
     assert len(list(unread)) == 1  # two batches of 8 fill a queue of 16
-
-
-def test_the_queue_is_part_of_the_state():
-    task, other = task_of("mocov2"), task_of("mocov2")
     task(*views())
-    state = copy.deepcopy(task.state_dict())
-    other.load_state_dict(state)
-    assert torch.equal(other.criterion.memory_bank.bank, task.criterion.memory_bank.bank)
+    other.load_state_dict(copy.deepcopy(task.state_dict()))
+    assert torch.equal(other.criterion.memory_bank.bank, bank)
     assert int(other.criterion.memory_bank.bank_ptr) == int(task.criterion.memory_bank.bank_ptr) == 8
 
 
@@ -148,12 +143,9 @@ def test_small_images_get_a_stem_that_keeps_their_size(arch):
 
 
 @pytest.mark.parametrize(("arch", "size"), [("small", 32), ("resnet10t", 32), ("test_vit", 32)])
-def test_a_fresh_network_gives_the_features_it_promises(arch, size):
+def test_a_fresh_network_gives_the_features_it_promises_and_an_unknown_one_is_refused(arch, size):
     backbone = fresh_backbone(arch, size, [0.5] * 3, [0.5] * 3)
     assert backbone(torch.randn(2, 3, size, size)).shape == (2, backbone.feature_dim)
     assert backbone.spec == spec_of(arch, size)
-
-
-def test_an_unknown_network_is_refused():
     with pytest.raises(UserError, match="unknown --arch 'resnet19'"):
         spec_of("resnet19", 32)

@@ -56,7 +56,7 @@ def refuse(capsys, *words: str) -> str:
     return printed.err
 
 
-def test_a_run_writes_exactly_its_files_and_all_settings(finished, archive):
+def test_a_run_writes_exactly_its_files_and_a_backbone_that_states_its_input_and_its_origin(finished, archive):
     assert {path.name for path in finished.folder.iterdir()} == FILES
     config = load_pretrain_config(finished.folder / "config.yaml")
     assert vars(config) == vars(finished.config)
@@ -64,9 +64,6 @@ def test_a_run_writes_exactly_its_files_and_all_settings(finished, archive):
     lines = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     assert [set(line) for line in lines] == [{"epoch", "loss", "spread", "lr", "seconds"}] * 2
     assert "epoch 2/2" in (finished.folder / "train.log").read_text()
-
-
-def test_the_result_is_a_backbone_that_states_its_input_and_its_origin(finished):
     backbone = load_backbone(finished.folder)
     assert backbone.input_size == 16
     assert backbone.inferred == ()
@@ -95,7 +92,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(finished, archive, tmp_pat
     provenance = json.loads((out / "model.json").read_text())["provenance"]
     assert (provenance["epochs"], provenance["of_epochs"]) == (1, 2)
     assert weights(out) != weights(finished.folder)
-    with pytest.raises(UserError, match="seed=3, now seed=4"):
+    with pytest.raises(UserError, match="seed=3, but seed=4"):
         pretrain(None, {**flags, "seed": 4}, QUICK, resume=True)
     again = pretrain(None, {"out": str(out)}, resume=True)  # the folder knows its settings
     assert weights(out) == weights(finished.folder)
@@ -116,7 +113,9 @@ def test_labels_make_no_difference(finished, digits, tmp_path):
     assert weights(pretrain(None, flags, QUICK).folder) == weights(finished.folder)
 
 
-def test_a_folder_that_holds_anything_is_not_touched_unless_asked(finished, archive):
+def test_a_folder_that_holds_anything_is_not_touched_unless_asked_nor_a_run_of_another_command(
+    finished, archive, tmp_path
+):
     before = weights(finished.folder)
     flags = {"data": str(archive), "out": str(finished.folder)}
     with pytest.raises(UserError, match="overwrite=True"):
@@ -124,9 +123,6 @@ def test_a_folder_that_holds_anything_is_not_touched_unless_asked(finished, arch
     with pytest.raises(UserError, match="crop_scale"):  # asked to overwrite, but with a mistake in the settings
         pretrain(None, flags, [*QUICK, "crop_scale=2"], overwrite=True)
     assert weights(finished.folder) == before
-
-
-def test_a_run_of_another_command_is_not_resumed(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(RefineConfig(backbone="x.pt")))
     torch.save({"version": 1}, tmp_path / "last.pt")
     with pytest.raises(UserError, match="not a run of cdc-pretrain"):

@@ -59,15 +59,11 @@ def test_arguments_of_other_programs_are_not_taken_for_those_of_solo_learn(conte
     assert parse_args(content) is None
 
 
-def test_nested_arguments_state_network_data_and_size():
+def test_nested_arguments_state_network_data_and_size_and_whether_they_are_of_cdcs_fork():
     run = parse_args(nested())
     assert (run.method, run.network, run.dataset, run.crop_size, run.fork) == ("byol", "resnet18", "cifar10", 32, False)
     assert find_input_size(run) == 32
-
-
-@pytest.mark.parametrize("args", [nested(cluster_eval={}), nested(process_bar={}), nested("cifar20")])
-def test_fork_of_cdc_is_told_by_settings_and_data_sets_that_only_it_has(args):
-    assert parse_args(args).fork
+    assert all(parse_args(args).fork for args in (nested(cluster_eval={}), nested(process_bar={}), nested("cifar20")))
 
 
 @pytest.mark.parametrize(
@@ -86,24 +82,18 @@ def test_statistics_of_pretraining_follow_the_data_set(dataset, mean, std):
     assert find_statistics(parse_args(nested(dataset)), called_encoder=False) == (mean, std)
 
 
-def test_custom_data_take_the_statistics_of_the_first_view_and_imagenets_for_what_it_leaves_out():
+def test_statistics_of_the_first_view_count_for_custom_data_only():
     views = [{"crop_size": 64, "mean": 0.1}, {"crop_size": 64, "mean": [0.9, 0.9, 0.9]}]
-    run = parse_args(nested("custom", augmentations=views))
-    assert find_statistics(run, called_encoder=False) == ((0.1, 0.1, 0.1), IMAGENET_STD)
-
-
-@pytest.mark.parametrize(("dataset", "mean"), [("cifar10", (0.4914, 0.4822, 0.4465)), ("custom", (0.1, 0.1, 0.1))])
-def test_statistics_in_the_arguments_have_no_effect_on_known_data_sets(dataset, mean):
-    run = parse_args(nested(dataset, augmentations=[{"crop_size": 32, "mean": [0.1, 0.1, 0.1]}]))
-    assert find_statistics(run, called_encoder=False)[0] == mean
+    custom, known = (parse_args(nested(dataset, augmentations=views)) for dataset in ("custom", "cifar10"))
+    assert find_statistics(custom, called_encoder=False) == ((0.1, 0.1, 0.1), IMAGENET_STD)
+    assert find_statistics(known, called_encoder=False)[0] == (0.4914, 0.4822, 0.4465)
     assert find_statistics(parse_args(nested("cifar17")), called_encoder=False) is None  # nobody knows that one
 
 
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_linear_evaluation_has_statistics_and_sizes_of_its_own(dataset):
     run = parse_args(linear(dataset))
-    assert run.linear
-    assert run.method == "mae"
+    assert (run.linear, run.method) == (True, "mae")
     assert find_statistics(run, called_encoder=False) == ((0.4914, 0.4822, 0.4465), (0.247, 0.243, 0.261))
     assert find_input_size(run) == 32
     assert find_input_size(parse_args(linear("imagenet"))) == 224
@@ -139,9 +129,7 @@ def test_linear_evaluations_before_1_0_6_do_not_name_their_network():
     args = flat(pretrained_feature_extractor="x.ckpt", backbone_args={"img_size": 32, "patch_size": 4})
     del args["backbone"], args["method"]
     run = parse_args(args)
-    assert run.linear
-    assert run.network is None
-    assert run.kwargs == {"img_size": 32, "patch_size": 4}
+    assert (run.linear, run.network, run.kwargs) == (True, None, {"img_size": 32, "patch_size": 4})
 
 
 def test_small_windows_that_1_0_5_gave_to_swin_on_cifar_are_not_written_down():
@@ -160,9 +148,6 @@ def test_references_are_followed_absolutely_relatively_and_inside_text():
     assert found["name"] == found["again"] == "byol-cifar10-32"
     assert found["data"]["views"][1] == found["node"] == {"size": None}  # one dot too few: the list has no size
     assert found["beside"]["a"] == 7
-
-
-def test_relative_references_count_containers():
     assert resolve_references({"size": 32, "views": [{"size": "${...size}"}]})["views"][0]["size"] == 32
 
 
@@ -206,10 +191,8 @@ def test_run_on_a_named_data_set_implies_data_root_and_clusters(tmp_path, monkey
     assert infer_settings(*read_run_args(run)) == expected
     assert infer_settings(*read_run_args(run / "run-ep=3.ckpt")) == expected
     assert infer_settings(*read_run_args(run.parent)) == expected  # the folder above, if it holds one run alone
-
-
-def test_data_root_that_is_gone_is_left_out(tmp_path):
-    assert infer_settings(*read_run_args(written(tmp_path, nested("stl10")))) == {"data": "stl10", "clusters": 10}
+    gone = nested("stl10", data={"dataset": "stl10", "train_path": "gone"})
+    assert infer_settings(*read_run_args(written(run, gone))) == {"data": "stl10", "clusters": 10}
 
 
 def test_custom_run_implies_its_folder_and_the_classes_it_counted(tmp_path):

@@ -19,6 +19,7 @@ from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build
 from tests.helpers.checkpoint_builders.networks import SoloWideResNet, with_noise
+from tests.helpers.checkpoint_builders.self_supervised import cifar_resnet
 from tests.helpers.checkpoint_builders.self_supervised import solo_args as args_for
 
 IMAGES = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -26,35 +27,13 @@ VIT = {"patch_size": 8, "img_size": 32}
 CIFAR_STEM = {"kernel": 3, "stride": 1, "padding": 2, "pool": False}
 
 
-def shaken(network):
-    """The network with statistics and biases that make a difference."""
-    source = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, values in network.state_dict().items():
-            if name.endswith("running_var"):
-                values.copy_(torch.rand(values.shape, generator=source) + 0.5)
-            elif values.is_floating_point() and (values.ndim == 1 or "table" in name):
-                values.add_(0.2 * torch.randn(values.shape, generator=source))
-            elif name.endswith("qkv.weight"):
-                values.mul_(4)
-    return network.eval()
-
-
-def cifar_resnet(padding=2, build_resnet=models.resnet18):
-    network = build_resnet()
-    network.conv1 = nn.Conv2d(3, 64, 3, 1, padding, bias=False)
-    network.maxpool = network.fc = nn.Identity()
-    return shaken(network)
-
-
-def vit(heads, zero_class_position=False, pool="token", **kwargs):
+def vit(heads, zero_class_position=False, pool="token"):
     norm = partial(nn.LayerNorm, eps=1e-6)
-    network = VisionTransformer(
-        embed_dim=192, depth=12, num_heads=heads, num_classes=0, norm_layer=norm, global_pool=pool, **VIT | kwargs
-    )
+    sizes = {"embed_dim": 192, "depth": 12, "num_heads": heads, "num_classes": 0, **VIT}
+    network = with_noise(VisionTransformer(norm_layer=norm, global_pool=pool, **sizes))
     if zero_class_position:
         network.pos_embed.data[:, 0] = 0
-    return shaken(network)
+    return network
 
 
 def checkpoint(network, args=None, prefix="backbone.", **companions):
@@ -88,7 +67,7 @@ def assert_rebuilt_from_json(found):
 
 @pytest.fixture(scope="module")
 def resnet():
-    return cifar_resnet()
+    return cifar_resnet(2)
 
 
 def test_resnet_of_a_cifar_run_has_padding_two_and_the_statistics_of_the_run(resnet):
@@ -102,19 +81,16 @@ def test_resnet_of_a_cifar_run_has_padding_two_and_the_statistics_of_the_run(res
 
 
 def test_version_of_cdc_has_padding_one_and_a_resnet_34_of_its_own():
-    network = cifar_resnet(1, models.resnet34)
+    network = cifar_resnet(1, make=models.resnet34)
     bare = loaded(checkpoint(network))
     assert_same(network, bare)
     assert "stem.padding" in bare.backbone.inferred
 
 
-def test_without_arguments_the_padding_is_that_of_solo_learn_and_left_to_the_images(resnet):
+def test_small_stem_is_left_to_the_images_without_arguments_or_on_data_of_ones_own(resnet):
     found = loaded(checkpoint(resnet))
     assert_same(resnet, found)
     assert set(found.backbone.inferred) == {"stem.padding", "mean", "std", "input_size"}
-
-
-def test_small_stem_on_data_of_ones_own_leaves_all_of_it_open(resnet):
     found = loaded(checkpoint(resnet, args_for("resnet18", dataset="custom")))
     assert set(found.backbone.inferred) == {"stem.padding", "stem.pool", "stem.stride"}
 
@@ -122,7 +98,7 @@ def test_small_stem_on_data_of_ones_own_leaves_all_of_it_open(resnet):
 def test_resnet_for_large_images_keeps_its_stem():
     network = models.resnet18()
     network.fc = nn.Identity()
-    found = loaded(checkpoint(shaken(network), args_for("resnet18", dataset="imagenet100", size=96)))
+    found = loaded(checkpoint(with_noise(network), args_for("resnet18", dataset="imagenet100", size=96)))
     assert_same(network, found, torch.rand(2, 3, 64, 64))
     assert (found.backbone.inferred, found.backbone.input_size) == ((), 96)
 
@@ -147,21 +123,17 @@ def test_fixed_position_embeddings_tell_the_heads_where_the_arguments_do_not(zer
     assert_same(network, loaded(checkpoint(network, args)))
 
 
-def test_decoder_beside_a_vit_tells_its_heads():
+def test_decoder_beside_a_vit_or_the_method_of_a_linear_evaluation_tells_its_heads():
     network = vit(12)
-    assert_same(network, loaded(checkpoint(network, decoder__mask_token=torch.zeros(1, 1, 8))))
-
-
-def test_linear_evaluation_follows_the_method_it_was_given():
     args = args_for("vit_tiny", **VIT) | {"pretrained_feature_extractor": "x.ckpt", "pretrain_method": "mae"}
-    network = vit(12)
-    assert_same(network, loaded(checkpoint(network, args)))
+    for given in (checkpoint(network, decoder__mask_token=torch.zeros(1, 1, 8)), checkpoint(network, args)):
+        assert_same(network, loaded(given))
 
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_pooled_vit_of_mae_norms_twice(stated):
     network = vit(12, zero_class_position=True, pool="avg")
-    network.norm = shaken(nn.LayerNorm(192, eps=1e-6))
+    network.norm = with_noise(nn.LayerNorm(192, eps=1e-6))
     found = loaded(checkpoint(network, args_for("vit_tiny", "mae", **VIT, global_pool="avg") if stated else None))
     assert_same(network, found)
     assert_rebuilt_from_json(found)
@@ -169,7 +141,7 @@ def test_pooled_vit_of_mae_norms_twice(stated):
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_swin_with_the_names_of_an_older_timm_gives_the_same_features(stated):
-    network = shaken(timm.create_model("swin_tiny_patch4_window7_224", num_classes=0, img_size=32, window_size=4))
+    network = with_noise(timm.create_model("swin_tiny_patch4_window7_224", num_classes=0, img_size=32, window_size=4))
     old = {}
     for key, value in network.state_dict().items():
         stage = key.split(".")[1]
@@ -185,19 +157,16 @@ def test_swin_with_the_names_of_an_older_timm_gives_the_same_features(stated):
     assert found.backbone.input_size == 32
 
 
-def test_convnext_is_told_by_its_shapes_too():
-    network = shaken(timm.create_model("convnext_tiny", num_classes=0))
-    found = loaded(checkpoint(network))
-    assert_same(network, found)
-    assert {"mean", "std", "input_size"} == set(found.backbone.inferred)
-
-
-def test_wide_resnet_is_told_by_its_shapes_too():
-    network = with_noise(SoloWideResNet())
+@pytest.mark.parametrize(
+    ("make", "size"), [(partial(timm.create_model, "convnext_tiny", num_classes=0), 224), (SoloWideResNet, 32)]
+)
+def test_convnext_and_wide_resnet_are_told_by_their_shapes_too(make, size):
+    network = with_noise(make())
     found = loaded(checkpoint(network))
     assert_same(network, found)
     assert_rebuilt_from_json(found)
-    assert found.backbone.input_size == 32
+    assert found.backbone.input_size == size
+    assert {"mean", "std", "input_size"} == set(found.backbone.inferred)
 
 
 def poolformer_reference(state, images):
@@ -225,20 +194,15 @@ def poolformer_reference(state, images):
 def test_poolformer_is_that_of_solo_learn(args):
     kwargs = {"depths": [2, 2, 6, 2], "widths": [64, 128, 320, 512], "pool": 3}
     network, _ = build({"family": "poolformer", "kwargs": kwargs})
-    found = loaded(checkpoint(shaken(network), args))
+    found = loaded(checkpoint(with_noise(network), args))
     assert_rebuilt_from_json(found)
     expected = poolformer_reference(network.state_dict(), IMAGES)
     torch.testing.assert_close(features(found.backbone), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "companion", ["projection_head.layers.0.weight", "online_classifier.weight", "contrastive_head.0.weight"]
-)
-def test_files_of_other_frameworks_are_left_to_them(resnet, companion):
-    assert find_format(checkpoint(resnet, **{companion: torch.zeros(4, 4)})) != "solo-learn"
-
-
-def test_files_without_an_online_classifier_are_left_to_others(resnet):
+def test_files_with_other_companions_or_without_an_online_classifier_are_left_to_others(resnet):
+    for companion in ("projection_head.layers.0.weight", "online_classifier.weight", "contrastive_head.0.weight"):
+        assert find_format(checkpoint(resnet, **{companion: torch.zeros(4, 4)})) != "solo-learn"
     given = checkpoint(resnet)
     for key in ("classifier.weight", "classifier.bias"):
         del given.state[key]
@@ -246,16 +210,19 @@ def test_files_without_an_online_classifier_are_left_to_others(resnet):
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "message"),
+    ("make", "name", "kwargs", "message"),
     [
-        ("resnet50", {}, "does not fit"),
-        ("vit_tiny", {}, "says vit_tiny, found the weights of a resnet"),
-        ("resnet18", {"replace_stride_with_dilation": [False, True, True]}, "cannot be rebuilt"),
+        (None, "resnet50", {}, "does not fit"),
+        (None, "vit_tiny", {}, "says vit_tiny, found the weights of a resnet"),
+        (None, "resnet18", {"replace_stride_with_dilation": [False, True, True]}, "cannot be rebuilt"),
+        (models.resnet18, "resnet18", {}, "3x3"),
+        (partial(vit, 3), "vit_tiny", {"patch_size": 8, "img_size": 64}, "pos_embed"),
+        (partial(vit, 3), "vit_tiny", {"patch_size": 8, "img_size": [32, 64]}, "square"),
     ],
 )
-def test_arguments_that_do_not_go_with_the_weights_are_refused(resnet, name, kwargs, message):
+def test_arguments_that_do_not_go_with_the_weights_are_refused(resnet, make, name, kwargs, message):
     with pytest.raises(UserError, match=message):
-        loaded(checkpoint(resnet, args_for(name, **kwargs)))
+        loaded(checkpoint(make() if make else resnet, args_for(name, **kwargs)))
 
 
 @pytest.mark.parametrize("lost", ["backbone.layer1.1.", "backbone.layer4.", "backbone.conv1", "backbone.bn1.bias"])
@@ -267,16 +234,3 @@ def test_damaged_online_network_is_refused_although_its_moving_average_is_whole(
         del given.state[key]
     with pytest.raises(UserError):
         loaded(given)
-
-
-def test_stem_that_contradicts_the_arguments_is_refused():
-    network = models.resnet18()
-    with pytest.raises(UserError, match="3x3"):
-        loaded(checkpoint(network, args_for("resnet18")))
-
-
-def test_image_side_that_contradicts_the_position_embeddings_is_refused():
-    with pytest.raises(UserError, match="pos_embed"):
-        loaded(checkpoint(vit(3), args_for("vit_tiny", patch_size=8, img_size=64)))
-    with pytest.raises(UserError, match="square"):
-        loaded(checkpoint(vit(3), args_for("vit_tiny", patch_size=8, img_size=[32, 64])))
