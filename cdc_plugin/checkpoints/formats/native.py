@@ -100,7 +100,7 @@ def _check_description(description: Any, file: Path) -> None:
     version = description.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise CheckpointError(f"{file} has version {version!r}, this release reads up to {VERSION}; upgrade cdc-plugin")
-    backbone = description.get("backbone")
+    backbone: Any = description.get("backbone")
     lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in (backbone or {})]
     if lacking:
         raise CheckpointError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
