@@ -2,6 +2,7 @@
 
 import io
 import os
+import stat
 from typing import BinaryIO
 
 import numpy as np
@@ -28,6 +29,8 @@ def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
         UnreadableImageError: gone, empty, damaged, far too large or of an unknown format.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device would never end
+            raise UnreadableImageError("it is not a regular file")
         with open(path, "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size <= READ_WHOLE:
                 return decode_bytes(file.readall(), side)

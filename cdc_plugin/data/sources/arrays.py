@@ -23,6 +23,7 @@ from cdc_plugin.errors import DataError
 IMAGE_KEYS = ("x", "images", "data", "X")
 LABEL_KEYS = ("y", "labels", "targets", "label", "Y")
 LAYOUTS = "(N, H, W), (N, H, W, 1), (N, H, W, 3), (N, H, W, 4) or (N, 3, H, W)"
+UNPACKED_FREELY, MOST_TIMES = 1 << 30, 200  # bytes of an array, and times its packed size, beyond which it is a bomb
 FULL_DIGEST_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
 
 
@@ -121,10 +122,13 @@ def read_rows_of_file(path: Path) -> ArrayRows:
     with _explain_unreadable(path):
         if _is_archive(path):
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+                _check_members(archive.zip)
                 key = _find_image_key(archive, path)
                 member = f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
         with _open_stream(path, member) as stream:
             shape, column_first, dtype = _read_header(stream)
+        if member is None and prod(shape) * dtype.itemsize > path.stat().st_size:
+            raise EOFError
         if column_first or dtype.hasobject or not shape:  # objects are refused here
             return read_rows_of_array(_read_array_file(path)[0], str(path))
 
@@ -169,9 +173,22 @@ def _read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
             return np.load(path, mmap_mode="c", allow_pickle=False), None
         # Opened here, since NumPy leaves a broken archive open.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            _check_members(archive.zip)
             key = _find_image_key(archive, path)
             label_key = next((key for key in LABEL_KEYS if key in archive.files), None)
             return archive[key], None if label_key is None else archive[label_key]
+
+
+def _check_members(archive: zipfile.ZipFile) -> None:
+    """Refuse arrays that unpack to absurd sizes, and headers that state more than there is: before memory is taken."""
+    for info in archive.infolist():
+        if info.file_size > max(UNPACKED_FREELY, MOST_TIMES * info.compress_size):
+            raise ValueError(f"{info.filename} unpacks to more than {MOST_TIMES} times its size")
+        if info.filename.endswith(".npy"):
+            with archive.open(info) as stream:
+                shape, _, dtype = _read_header(stream)
+            if prod(shape) * dtype.itemsize > info.file_size and not dtype.hasobject:
+                raise ValueError(f"{info.filename} states the shape {shape}, which is more than it holds")
 
 
 def _is_archive(path: Path) -> bool:

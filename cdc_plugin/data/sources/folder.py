@@ -104,8 +104,9 @@ def find_uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, 
     sizes = set()
     for index in spread_evenly(len(paths), looks):
         try:
-            with Image.open(os.path.join(folder, paths[index])) as image:
-                sizes.add(image.size)
+            if os.path.isfile(path := os.path.join(folder, paths[index])):  # no pipe, which would never end
+                with Image.open(path) as image:
+                    sizes.add(image.size)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
             continue  # an unreadable file is reported when the images are read
     width, height = sizes.pop() if len(sizes) == 1 else (0, -1)

@@ -23,7 +23,7 @@ def describe_hub_dataset(name: str, side: int) -> ImageSource:
     title, _, split = name.removeprefix(HUB).partition(":")
     datasets = _import_datasets()
     try:
-        loaded = datasets.load_dataset(title, split=split or None)
+        loaded = datasets.load_dataset(title, split=split or None, trust_remote_code=False)
     except Exception as error:  # the package, its file systems and the network raise all kinds of error
         raise DataError(
             f"{name} cannot be loaded ({_first_line(error)}); expected hf:NAME:SPLIT such as hf:ylecun/mnist:train, "

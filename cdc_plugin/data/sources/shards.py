@@ -8,6 +8,7 @@ import re
 import tarfile
 import time
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +30,8 @@ from cdc_plugin.data.sources.base import (
 from cdc_plugin.errors import DataError
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+RANGE = re.compile(r"\{(\d{1,18})\.\.(\d{1,18})\}")
+MOST_SHARDS = 100_000
 LABEL_KEYS = ("label", "class", "cls")
 LARGEST_NOTE = 1 << 20  # bytes of a .json that are read for a label
 BLOCK = 512  # bytes; the end of an archive is at least one of zeros
@@ -63,7 +65,7 @@ def describe_shards(source: str, side: int) -> ImageSource:
         try:
             with open(shards[shard], "rb") as file:  # opened for each: there may be more shards than open files
                 file.seek(offset)
-                content = file.read(size)
+                content = file.read(min(size, os.fstat(file.fileno()).st_size))  # a header may state any size
         except OSError as error:
             raise UnreadableImageError(f"{type(error).__name__}: {error.strerror}") from error
         if len(content) < size:
@@ -92,6 +94,11 @@ def find_shards(source: str) -> list[Path]:
         return [Path(text) / name for name in sorted(names)]
     if text.lower().endswith(COMPRESSED):
         raise DataError(_explain_compressed(source))
+    count = prod(max(0, int(last) - int(first) + 1) for first, last in RANGE.findall(text))
+    if count > MOST_SHARDS:
+        raise DataError(
+            f"{source} names more than {MOST_SHARDS:,} shards; expected a range such as part-{{000..009}}.tar"
+        )
     paths: list[str] = []
     for pattern in _expand_ranges(text):
         is_pattern = glob.has_magic(pattern) and not os.path.exists(pattern)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -111,18 +112,15 @@ def test_rows_without_a_readable_image_are_skipped_with_a_reason(tmp_path):
 
 
 def test_a_data_set_of_the_hub_is_loaded_by_name_and_split(monkeypatch):
-    asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: (asked.append((name, split)), pictures())[1])
+    load = Mock(return_value=pictures())
+    monkeypatch.setattr(datasets, "load_dataset", load)
     images = open_images("hf:owner/name:train", 16)
-    assert asked == [("owner/name", "train")]
+    load.assert_called_once_with("owner/name", split="train", trust_remote_code=False)
     assert (images.source, len(images)) == ("hf:owner/name:train", 6)
 
 
 def test_what_the_hub_does_not_give_is_said_in_one_line(monkeypatch):
-    def refuse(name, split):
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no route\nto host")))
     with pytest.raises(UserError, match=r"hf:owner/name cannot be loaded \(no route\); expected hf:NAME:SPLIT"):
         open_images("hf:owner/name", 16)
 
