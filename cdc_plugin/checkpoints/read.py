@@ -28,6 +28,7 @@ from cdc_plugin.errors import CheckpointError, UserError, option
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
 SIDECARS = ("config.json", "args.json", "model.json", "args.yaml", "hparams.yaml")
 # What a training run writes once, above the folder of its checkpoints.
+MOST_TENSORS = 50_000  # the largest networks have some thousand
 RUN_SIDECARS = ("args.json", "args.yaml", "hparams.yaml")
 SIDECAR_LIMITS = {".json": 1_000_000, ".yaml": 100_000}  # bytes; reading YAML is slow
 # A run that has both keeps more facts in its checkpoints than in what it exports.
@@ -74,6 +75,10 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
             f"finishes an unfinished run, which is then given as {file.parent}"
         )
     state = find_state_dict(payload, file.name)
+    if len(state) > MOST_TENSORS:
+        raise CheckpointError(
+            f"{file} holds {len(state):,} tensors; expected the at most {MOST_TENSORS:,} of a network"
+        )
     check_finite(state, file.name)
     return Checkpoint(file, payload, read_sidecars(file), state)
 

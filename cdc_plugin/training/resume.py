@@ -11,14 +11,14 @@ from cdc_plugin.config.load import load_config
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, resolve
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet, digest_image_list
-from cdc_plugin.errors import ConfigError, DataError
+from cdc_plugin.errors import ConfigError, DataError, OutputError, option
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.training.prepare import check_processes, open_data
 from cdc_plugin.training.progress import log
-from cdc_plugin.training.run_folder import CONFIG, KEPT, Run
+from cdc_plugin.training.run_folder import CONFIG, KEPT, STATE, Run
 from cdc_plugin.training.runtime import Runtime
 from cdc_plugin.training.trackers import make_trackers
 
@@ -31,6 +31,9 @@ def resume_run(
     request: RefineConfig, folder: Path, state: dict[str, Any], module: nn.Module | None, data: Any, runtime: Runtime
 ) -> Run:
     """Return the run as it was after its last finished epoch."""
+    needed = {"refiner", "backbone", "heads", "frozen", "digest", *KEPT}
+    if not isinstance(state, dict) or needed - state.keys() or not isinstance(state["backbone"], dict):
+        raise OutputError(f"{folder / STATE} is not the state of a run; start again with {option('overwrite')}")
     distributed = runtime.distributed
     stored = ResolvedConfig(**vars(distributed.broadcast_from_main(lambda: load_config(folder / CONFIG))))
     track = request.track or []

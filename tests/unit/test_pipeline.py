@@ -290,3 +290,11 @@ def test_two_threads_cannot_write_to_one_folder(tmp_path):
     with pytest.raises(OutputError, match="another run is writing"):
         prepare_folder(str(tmp_path / "run"), "run", resume=False, overwrite=True)
     leave_nothing_behind(folder)
+
+
+@pytest.mark.parametrize("content", [{}, [], 5, {"refiner": {}, "backbone": {}}])
+def test_a_state_that_is_none_is_refused_in_words(finished, tmp_path, content):
+    shutil.copytree(finished[0].folder, tmp_path / "run")
+    torch.save(content, tmp_path / "run" / "last.pt")
+    with pytest.raises(OutputError, match="not the state of a run"):
+        run(configure(None, {"out": tmp_path / "run", "device": "cpu"}), resume=True)

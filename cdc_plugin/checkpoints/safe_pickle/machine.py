@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.checkpoints.safe_pickle.names import ForeignName, InertRecord, full_name, is_allowed, torch_constant
-from cdc_plugin.checkpoints.safe_pickle.values import BUILDERS, NumpyKind, check_size, fill_array
+from cdc_plugin.checkpoints.safe_pickle.values import BUILDERS, NumpyKind, check_key, check_size, fill_array
 
 # A network of a thousand tensors with its optimiser takes about 100 000 instructions.
 INSTRUCTIONS = 2_000_000
-SIMPLE_KEYS = (str, int, float, complex, bytes, type(None), Tensor, InertRecord, ForeignName, torch.dtype)
+COPIES = 5_000_000  # items of containers that may be copied in all; of text and bytes, 200 count as one
 _LITERALS = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
@@ -36,7 +36,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     **{"EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_SET": set},
 }
 _FROM_MARK: dict[str, Callable[[list[Any]], Any]] = {
-    **{"LIST": list, "TUPLE": tuple, "FROZENSET": lambda items: frozenset(map(_key, items))},
+    **{"LIST": list, "TUPLE": tuple, "FROZENSET": lambda items: frozenset(map(check_key, items))},
 }
 
 
@@ -57,6 +57,7 @@ class PickleMachine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # what lies under each open mark
         self.memo: dict[int, Any] = {}
+        self.copied = 0
 
     def load(self) -> Any:
         """Return the value that the pickle describes, or raise ``Refused`` if it names what is not allowed."""
@@ -106,6 +107,7 @@ class PickleMachine:
                 raise Refused(name)
             return InertRecord(name, arguments)
         if name == "copyreg.__newobj__":
+            self._count_copies(arguments)
             return self._make(arguments[0], arguments[1:])
         if name == "copyreg._reconstructor":  # of protocols 0 and 1; the items come as a whole
             kind, _, items = arguments
@@ -120,7 +122,17 @@ class PickleMachine:
         if name == "builtins.type" and arguments != (None,):  # with three arguments it would define a class
             raise Refused(name)
         builder = BUILDERS.get(name)
-        return InertRecord(name, arguments) if builder is None else builder(*arguments)
+        if builder is None:
+            return InertRecord(name, arguments)
+        self._count_copies(*arguments)
+        return builder(*arguments)
+
+    def _count_copies(self, *values: Any) -> None:
+        """Refuse a pickle that copies what it holds again and again, which needs few instructions and any memory."""
+        self.copied += sum(len(value) for value in values if isinstance(value, list | tuple | dict | set))
+        self.copied += sum(len(value) // 200 for value in values if isinstance(value, str | bytes | bytearray))
+        if self.copied > COPIES:
+            raise UnpicklingError("its pickle copies its content beyond reason")
 
     def _do_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -149,11 +161,13 @@ class PickleMachine:
         keywords, arguments, callee = self.stack.pop(), self.stack.pop(), self.stack.pop()
         made = self._make(callee, arguments)
         if isinstance(made, InertRecord):
+            self._count_copies(keywords)
             made.restore(keywords)
         self.stack.append(made)
 
     def _do_build(self, _: None) -> None:
         state, target = self.stack.pop(), self.stack[-1]
+        self._count_copies(*(state if isinstance(state, tuple) else (state,)))
         if isinstance(target, InertRecord | NumpyKind):
             target.restore(state)
         elif isinstance(target, np.ndarray):
@@ -205,7 +219,7 @@ class PickleMachine:
         if isinstance(target, InertRecord):
             target.members.extend(items)
         elif isinstance(target, set):
-            target.update(map(_key, items))
+            target.update(map(check_key, items))
         else:
             raise UnpicklingError("items are added to what is no set")
 
@@ -215,7 +229,7 @@ class PickleMachine:
         if not isinstance(target, dict) or len(items) % 2:
             raise UnpicklingError("named items are added to what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if _key(key) in target:
+            if check_key(key) in target:
                 raise UnpicklingError(f"{str(key)[:60]!r} occurs twice")
             target[key] = value
 
@@ -252,13 +266,3 @@ class PickleMachine:
         self.stack.append(self.memo[int(index)])
 
     _do_binget = _do_long_binget = _do_get
-
-
-def _key(value: Any) -> Any:
-    """Return a key of a dictionary or item of a set; to hash nested tuples could take forever or overflow the stack."""
-    simple = isinstance(value, SIMPLE_KEYS) or (
-        isinstance(value, tuple) and all(isinstance(part, SIMPLE_KEYS) for part in value)
-    )
-    if not simple:
-        raise UnpicklingError(f"a {type(value).__name__} is used as a key")
-    return value

@@ -24,6 +24,7 @@ STORAGE_TYPES = {
 }
 # A tensor may repeat a few numbers (stride 0), but not into gigabytes.
 EXPANDED = 1_000_000
+SIMPLE_KEYS = (str, int, bytes, type(None), Tensor, InertRecord, ForeignName, torch.dtype)
 DEPTH, NODES = 200, 10_000_000
 NUMPY_TYPES = r"b1|[iu][1248]|f(2|4|8)|c(8|16)|[US]\d{1,6}"
 
@@ -99,6 +100,15 @@ def fill_array(array: np.ndarray[Any, Any], state: Any) -> None:
     array.__setstate__((1, tuple(shape), dtype, bool(fortran), content))  # type: ignore[arg-type]
 
 
+def check_key(value: Any) -> Any:
+    """Return a key of a dictionary or item of a set, of a kind whose hashes nobody can make collide or nest."""
+    parts, largest = (value, 2**32) if isinstance(value, tuple) else ((value,), 2**61 - 1)
+    kinds = SIMPLE_KEYS if isinstance(value, tuple) else (*SIMPLE_KEYS, float)
+    if not all(isinstance(part, kinds) and not (isinstance(part, int) and abs(part) >= largest) for part in parts):
+        raise UnpicklingError(f"a {type(value).__name__} is used as a key")
+    return value
+
+
 def check_size(root: Any) -> None:
     """Refuse values nested so deeply, or shared so often, that walking through them would not end."""
     known: dict[int, tuple[int, int]] = {}  # depth and number of nodes below a container
@@ -168,7 +178,7 @@ def _mapping(*arguments: Any) -> dict[Any, Any]:
     if isinstance(begun, dict):
         return dict(begun)
     if isinstance(begun, list) and all(isinstance(p, list | tuple) and isinstance(p[0], str | int) for p in begun):
-        return {pair[0]: pair[1] for pair in begun}
+        return {check_key(pair[0]): pair[1] for pair in begun}
     return {}
 
 
@@ -177,10 +187,7 @@ def _sequence(*arguments: Any) -> list[Any]:
 
 
 def _set(*arguments: Any) -> set[Any]:
-    items = _sequence(*arguments)
-    if not all(isinstance(item, str | int | float | bytes | None) for item in items):
-        raise UnpicklingError("a set holds what cannot be compared")
-    return set(items)
+    return set(map(check_key, _sequence(*arguments)))
 
 
 def _bytes(content: Any = b"", encoding: Any = "latin1") -> bytes:

@@ -264,3 +264,23 @@ def test_pickles_with_instructions_without_end_are_given_up(monkeypatch):
 
 def test_memo_numbers_cost_no_memory():
     assert read(b"\x80\x02Nr\xff\xff\xff\x7f.") is None
+
+
+MANY = b"\x80\x02](" + b"K\x01" * 300_000 + b"eq\x00"
+COPIED = b"h\x01h\x00\x85R" * 5_000 + b"e."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(MANY + b"](cbuiltins\n" + name + b"\nq\x01" + COPIED for name in (b"list", b"tuple", b"set")),
+        b"\x80\x02](" + b"X\x01\x00\x00\x00aK\x01\x86" * 100_000 + b"eq\x00](ccollections\nOrderedDict\nq\x01" + COPIED,
+        b"\x80\x02}("
+        + b"".join(pickle.dumps((n + 1) * (2**61 - 1), 2)[2:-1] + b"K\x01" for n in range(20_000))
+        + b"u.",
+    ],
+    ids=["list", "tuple", "set", "dictionary", "colliding keys"],
+)
+def test_copies_without_end_and_keys_that_collide_are_refused_at_once(content):
+    with pytest.raises(pickle.UnpicklingError, match=r"copies its content|used as a key"):
+        PickleMachine(io.BytesIO(content)).load()
