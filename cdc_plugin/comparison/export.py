@@ -33,18 +33,9 @@ MAIN = ("ACC", "ARI", "ECE")  # the columns of every set in the paper's main tab
 LATEX_ARROWS = {HIGHER: r"$\uparrow$", LOWER: r"$\downarrow$"}
 LATEX_MARKS = ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")  # others, best, second best
 # A bracket or star at the start of a line would be read as an argument of the \\ before it.
-LATEX_ESCAPES = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "[": "{[}",
-    "]": "{]}",
-    "*": "{*}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-}
+LATEX_ESCAPES = {sign: f"{{{sign}}}" for sign in "[]*"} | {sign: f"\\{sign}" for sign in "&%$#_{}"}
+LATEX_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
+LATEX_ESCAPES |= {sign: rf"\text{name}{{}}" for sign, name in LATEX_NAMES.items()}
 
 
 def to_csv(rows: Sequence[Row]) -> str:
