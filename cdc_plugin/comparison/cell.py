@@ -127,17 +127,11 @@ def _build_setup(
     frozen = config.freeze_backbone and bool(config.epochs)
     shared = start.clustering  # built for every method with this seed
     fits = (shared.layers[0][2], shared.clusters) == (config.hidden, config.clusters)  # type: ignore[index]
-    return TrainingSetup(
-        config,
-        backbone,
-        tuple(copy.deepcopy(head).to(device) for head in heads),
-        prepared.images,
-        features,
-        device,
-        start if earlier is None and config.init == "prototypes" and fits else None,
-        opened.load_views(cell.seed, augment) if frozen else None,
-        history.append,
-    )
+    begin = start if earlier is None and config.init == "prototypes" and fits else None
+    own_heads = tuple(copy.deepcopy(head).to(device) for head in heads)
+    views = opened.load_views(cell.seed, augment) if frozen else None
+    images, note = prepared.images, history.append
+    return TrainingSetup(config, backbone, own_heads, images, features, device, begin, views, note)
 
 
 def _measure(

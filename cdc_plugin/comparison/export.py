@@ -8,43 +8,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cdc_plugin.comparison.table import Record, Row, collect_figures, name_outside_data
-from cdc_plugin.metrics.over_seeds import (
-    FIGURES,
-    HIGHER,
-    LOWER,
-    better,
-    by_set,
-    columns_of,
-    deviation_words,
-    mean_words,
-    partial_words,
-    ranks,
-    row_names,
-    seeds_words,
-)
+from cdc_plugin.metrics import over_seeds
 from cdc_plugin.report.words import TITLES, shorten, writable
 
 UNDEFINED = "-"
 LONGEST = 48  # characters of a name in the terminal
 SCORES = ("AUROC", "FPR95", "AUPR")
-FIRST = (*FIGURES, "AECE", "CECE", "BRIER", "NLL")
+FIRST = (*over_seeds.FIGURES, "AECE", "CECE", "BRIER", "NLL")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|#~&$])")
 MAIN = ("ACC", "ARI", "ECE")  # the columns of every set in the paper's main table
-LATEX_ARROWS = {HIGHER: r"$\uparrow$", LOWER: r"$\downarrow$"}
+LATEX_ARROWS = {over_seeds.HIGHER: r"$\uparrow$", over_seeds.LOWER: r"$\downarrow$"}
 LATEX_MARKS = ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")  # others, best, second best
 # A bracket or star at the start of a line would be read as an argument of the \\ before it.
-LATEX_ESCAPES = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "[": "{[}",
-    "]": "{]}",
-    "*": "{*}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-}
+LATEX_ESCAPES = {sign: f"{{{sign}}}" for sign in "[]*"} | {sign: f"\\{sign}" for sign in "&%$#_{}"}
+LATEX_NAMES = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less", ">": "greater", "|": "bar"}
+LATEX_ESCAPES |= {sign: rf"\text{name}{{}}" for sign, name in LATEX_NAMES.items()}
 
 
 def to_csv(rows: Sequence[Row]) -> str:
@@ -79,17 +57,16 @@ def records_csv(records: Sequence[Record]) -> str:
 
 
 def to_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
-    """Return a table per set; of the rows without labels the best figure is bold, the second best in italics.
-
-    Shown are the ``columns``, else all in which a row of the set has a value.
-    """
+    """Return a table per set, of all ``columns`` with a value unless given; best figures without labels are marked."""
     parts = []
-    for name, members in by_set(rows).items():
-        shown = columns_of(members) if columns is None else columns
-        titles = [f"{_escape_markdown(TITLES.get(column, column))} {better(column)}".strip() for column in shown]
+    for name, members in over_seeds.by_set(rows).items():
+        shown = over_seeds.columns_of(members) if columns is None else columns
+        titles = [
+            f"{_escape_markdown(TITLES.get(column, column))} {over_seeds.better(column)}".strip() for column in shown
+        ]
         lines = [["method", *titles], ["---", *(["---:"] * len(shown))]]
-        places = [ranks(members, column) for column in shown]
-        for index, (row, label) in enumerate(zip(members, row_names(members), strict=True)):
+        places = [over_seeds.ranks(members, column) for column in shown]
+        for index, (row, label) in enumerate(zip(members, over_seeds.row_names(members), strict=True)):
             marks = [("", "**", "*")[place[index]] for place in places]
             cells = [f"{mark}{_format_cell(row, column)}{mark}" for mark, column in zip(marks, shown, strict=True)]
             lines.append([_escape_markdown(label) + (r" \*" if row.uses_labels else ""), *cells])
@@ -104,17 +81,19 @@ def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
 
     Columns, if not given, are all in which a row has a value; of several sets ACC, ARI and ECE, or the confidence.
     """
-    sets = by_set(rows)
+    sets = over_seeds.by_set(rows)
     if not sets:
         return ""
-    shown = {name: columns_of(members) if columns is None else list(columns) for name, members in sets.items()}
+    shown = {
+        name: over_seeds.columns_of(members) if columns is None else list(columns) for name, members in sets.items()
+    }
     if columns is None and len(sets) > 1:
         shown = {name: [c for c in MAIN if c in present] or ["CONF"] for name, present in shown.items()}
     cells: dict[tuple[str, str, str], list[str]] = {}
     names: dict[tuple[str, str], str] = {}
     for name, members in sets.items():
-        places = [(column, ranks(members, column)) for column in shown[name]]
-        for index, (row, label) in enumerate(zip(members, row_names(members), strict=True)):
+        places = [(column, over_seeds.ranks(members, column)) for column in shown[name]]
+        for index, (row, label) in enumerate(zip(members, over_seeds.row_names(members), strict=True)):
             marks = [(column, LATEX_MARKS[place[index]]) for column, place in places]
             cells[name, row.method, row.label] = [_format_cell(row, *each, r"{{\tiny$\pm${}}}") for each in marks]
             names[row.method, row.label] = label
@@ -149,11 +128,11 @@ def to_latex(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
 def to_text(rows: Sequence[Row], columns: Sequence[str] | None = None, width: int | None = None) -> str:
     """Return a table per set, for a terminal of that width; columns that do not fit follow in a block below."""
     parts = []
-    for name, members in by_set(rows).items():
-        shown = columns_of(members) if columns is None else columns
+    for name, members in over_seeds.by_set(rows).items():
+        shown = over_seeds.columns_of(members) if columns is None else columns
         labels = [
             shorten(_flatten(label), LONGEST) + ("*" if row.uses_labels else "")
-            for row, label in zip(members, row_names(members), strict=True)
+            for row, label in zip(members, over_seeds.row_names(members), strict=True)
         ]
         first = [f"{shorten(_flatten(name), LONGEST)}, in %", *labels]
         others = [
@@ -184,25 +163,26 @@ def _format_cell(row: Row, column: str, mean: str = "{}", deviation: str = " ± 
     value = row.values.get(column)
     if value is None:
         return UNDEFINED
-    spread = deviation_words(column, value)
-    words = mean.format(mean_words(column, value)) + (deviation.format(spread) if spread else "")
-    return words + partial_words(row, column)
+    spread = over_seeds.deviation_words(column, value)
+    words = mean.format(over_seeds.mean_words(column, value)) + (deviation.format(spread) if spread else "")
+    return words + over_seeds.partial_words(row, column)
 
 
 def _explain(rows: Sequence[Row], columns: Iterable[str], star: str) -> list[str]:
     """Return the sentences that a reader needs to read the table."""
     several = max(row.seeds for row in rows) > 1
-    notes = [f"Mean and standard deviation over {seeds_words(rows)}." if several else "One seed: no deviation."]
+    average = f"Mean and standard deviation over {over_seeds.seeds_words(rows)}."
+    notes = [average if several else "One seed: no deviation."]
     if any(row.uses_labels for row in rows):
         notes.append(f"{star} uses labels: for reference only, not ranked.")
-    if any(partial_words(row, column) for row in rows for column in columns):
+    if any(over_seeds.partial_words(row, column) for row in rows for column in columns):
         notes.append("(n): undefined for some seeds, mean over the n others.")
     return notes
 
 
 def _head_latex(shown: dict[str, list[str]]) -> list[str]:
     names = [
-        _escape_latex(TITLES.get(column, column)) + LATEX_ARROWS.get(better(column), "")
+        _escape_latex(TITLES.get(column, column)) + LATEX_ARROWS.get(over_seeds.better(column), "")
         for columns in shown.values()
         for column in columns
     ]

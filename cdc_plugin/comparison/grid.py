@@ -72,8 +72,11 @@ def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str 
     for request in grid.sets:
         if any(cell.set == request.name for cell in waiting):
             opened = _prepare_shared(grid, request, waiting)
-            if opened.prepared.images.labels is None:
-                waiting = _drop_references(request.name, waiting)
+            left_out = [cell for cell in waiting if cell.set == request.name and cell.method.uses_labels]
+            if left_out and opened.prepared.images.labels is None:
+                methods = ", ".join(dict.fromkeys(cell.method.name for cell in left_out))
+                log.warning("%s has no labels, so %s are left out", request.name, methods)
+                waiting = [cell for cell in waiting if cell not in left_out]
     failed: set[Path] = set()
     run = _run_in_turn if grid.jobs <= 1 else _run_in_parallel
     for cell, reason in run(grid, waiting, failed):
@@ -93,15 +96,6 @@ def _is_finished(grid: Grid, cell: Cell) -> bool:
         return False
     later = [c for c in grid.cells() if c.method.after == cell.method.name and (c.set, c.seed) == (cell.set, cell.seed)]
     return cell.model.is_dir() or all(read_record(c) is not None for c in later)
-
-
-def _drop_references(name: str, waiting: list[Cell]) -> list[Cell]:
-    """Return the cells without those that need the labels that a set does not have."""
-    left_out = [cell for cell in waiting if cell.set == name and cell.method.uses_labels]
-    if left_out:
-        methods = ", ".join(dict.fromkeys(cell.method.name for cell in left_out))
-        log.warning("%s has no labels, so %s are left out", name, methods)
-    return [cell for cell in waiting if cell not in left_out]
 
 
 def _prepare_shared(grid: Grid, request: DatasetRequest, waiting: list[Cell]) -> OpenedDataset:

@@ -2,7 +2,6 @@
 
 import difflib
 from dataclasses import dataclass
-from typing import Any
 
 from cdc_plugin.comparison.methods import Method, find_method
 from cdc_plugin.config.recipes import find_recipe, read_recipe
@@ -24,10 +23,8 @@ class TableRecipe:
 
 def read_table_recipe(name: str, full: bool) -> TableRecipe:
     """Read a recipe by name (``tables/main`` or ``main``) or path; ``full`` overlays its part for the full table."""
-    from omegaconf import OmegaConf
-
     path = find_recipe(name, "tables")
-    content: dict[str, Any] = OmegaConf.to_container(read_recipe(path))  # type: ignore[assignment]
+    content = read_recipe(path)
     if "methods" not in content:
         raise ConfigError(f"recipe {path} names no 'methods'; is it one of cdc-refine's?")
     full_part = content.pop("full", {})

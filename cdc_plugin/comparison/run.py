@@ -1,5 +1,6 @@
 """Run a comparison from the request to tables and a page: read `run_comparison` first."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -157,10 +158,8 @@ def _run_cells(grid: Grid) -> dict[str, str]:
         figures = record["rows"][-1]["figures"]
         progress.after_cell(name, {key: figures.get(key) for key in ("ACC", "ECE", "CONF")}, record["seconds"])
 
-    try:
+    with contextlib.closing(progress):
         run_grid(grid, after_cell)
-    finally:
-        progress.close()
     return failures
 
 

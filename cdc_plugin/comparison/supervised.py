@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.loop import BaselineTask, build_random_heads, compute_features, train_epochs
 from cdc_plugin.core.random_streams import generator
-from cdc_plugin.errors import DataError
 from cdc_plugin.metrics.clustering import true_columns
 from cdc_plugin.metrics.confidence import check_probabilities
 from cdc_plugin.models.heads import LayeredHead
@@ -30,10 +29,6 @@ def split_labelled(image_count: int, seed: int) -> tuple[Tensor, Tensor]:
     >>> len(labelled), len(reported)
     (2, 3)
     """
-    if image_count < 2:
-        raise DataError(
-            f"half of the images are labelled and the others reported on; found {image_count}, pass at least 2"
-        )
     order = torch.randperm(image_count, generator=generator(seed, SPLIT))
     labelled, reported = order[: image_count // 2], order[image_count // 2 :]
     return labelled.sort().values, reported.sort().values

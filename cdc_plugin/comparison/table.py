@@ -14,11 +14,7 @@ OUTSIDE = ("AUROC", "FPR95")
 
 
 def collect(records: Sequence[Record], order: Sequence[str]) -> list[Row]:
-    """Return one row for every head of every method on every set.
-
-    Sets and the heads of a method keep the order of the records, methods that of ``order`` (others last). Seeds that
-    failed or are missing are not counted.
-    """
+    """Return one row for every head of every method on every set: methods in this order, all else as in the records."""
     names = name_outside_data(records)
     cells: dict[tuple[str, str, str], list[tuple[Record, Record]]] = {}
     for record in records:

@@ -137,7 +137,7 @@ Seen = tuple[str, str, bool]  # kind, what was seen, dead
 
 def _about_selection(past: _Past, settings: ResolvedConfig) -> Iterator[Seen]:
     now, most = past.last[-1], past.most_selected
-    few = FEW_ABOVE if _way(settings) == "fixed" else FEW
+    few = FEW_ABOVE if settings.selection.split("+")[0] == "fixed" else FEW
     if now.selected < NOTHING:
         before = past.last[-2].selected if len(past.last) > 1 else math.nan
         dead = before < NOTHING and now.selected <= before
@@ -197,11 +197,6 @@ def _above_chance(share: float, clusters: int) -> float:
     return (share - 1 / clusters) / (1 - 1 / clusters)
 
 
-def _way(settings: ResolvedConfig) -> str:
-    """Return the selection without its add-ons."""
-    return settings.selection.split("+")[0]
-
-
 def _thin(settings: ResolvedConfig) -> bool:
     return settings.batch_size < THIN * settings.clusters
 
@@ -216,7 +211,8 @@ def _slower_rates(settings: ResolvedConfig) -> list[str]:
 
 def _advise(kind: str, past: _Past, settings: ResolvedConfig) -> str:
     """Return the two likeliest remedies: settings that were seen to collapse runs come first, then general ones."""
-    now, clusters, way = past.last[-1], past.clusters, _way(settings)
+    now, clusters = past.last[-1], past.clusters
+    way = settings.selection.split("+")[0]  # without its add-ons
     weak = _above_chance(past.first.confidence, clusters) < WEAK_START or _swallowed(past.first, past.first, clusters)
     backbone = "another backbone (cdc-inspect BACKBONE --data IMAGES shows whether this one tells images apart)"
     remedies = []

@@ -16,16 +16,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.core.kmeans import kmeans, lloyd_blocks, nearest
 from cdc_plugin.core.prototypes import STARTS, standardize_rows
-from cdc_plugin.data.cache import (
-    compute_digest,
-    find_entry,
-    lock_entry,
-    make_room,
-    mark_used,
-    open_rows,
-    write_private_rows,
-    write_rows,
-)
+from cdc_plugin.data import cache
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
@@ -40,18 +31,18 @@ SAMPLE, SAMPLE_A_CLUSTER = 20_000, 50
 
 def find_rows(key: str | None, shape: tuple[int, ...]) -> Tensor | None:
     """Return the rows of this shape that were kept under this key, on disk; None if there are none."""
-    path = None if key is None else find_entry("features", key)
-    rows = None if path is None else open_rows(path, shape, np.float32)
+    path = None if key is None else cache.find_entry("features", key)
+    rows = None if path is None else cache.open_rows(path, shape, np.float32)
     if path is None or rows is None:
         return None
-    mark_used(path)
+    cache.mark_used(path)
     return torch.from_numpy(rows)
 
 
 def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor:
     """Keep rows that come part by part, few in memory, many in a mapped file; those with a key can be found again."""
     size = 4 * prod(shape)
-    path = None if key is None else find_entry("features", key)
+    path = None if key is None else cache.find_entry("features", key)
     if size <= IN_MEMORY:
         rows = _concatenate(shape, parts)
         if path is not None:
@@ -61,7 +52,7 @@ def keep_rows(key: str | None, shape: tuple[int, ...], parts: Iterable[Tensor]) 
     if path is not None:
         return _write(path, shape, parts)
     # Of use to this process only: the file is gone when the process ends, however it ends.
-    written = write_private_rows("features", (part.numpy() for part in parts), shape, np.float32)
+    written = cache.write_private_rows("features", (part.numpy() for part in parts), shape, np.float32)
     return _concatenate(shape, parts) if written is None else torch.from_numpy(written)
 
 
@@ -75,9 +66,9 @@ def _concatenate(shape: tuple[int, ...], parts: Iterable[Tensor], dtype: torch.d
 
 
 def _write(path: Path, shape: tuple[int, ...], parts: Iterable[Tensor]) -> Tensor:
-    make_room(path, 4 * prod(shape))
-    with lock_entry(path):
-        return torch.from_numpy(write_rows(path, (part.numpy() for part in parts), shape, np.float32))
+    cache.make_room(path, 4 * prod(shape))
+    with cache.lock_entry(path):
+        return torch.from_numpy(cache.write_rows(path, (part.numpy() for part in parts), shape, np.float32))
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def features_key(backbone: Backbone, images: ImageSet, runtime: Runtime, more: s
     how = f"{runtime.device.type} {runtime.precision} {len(images)} {more}"
     state = backbone.module.state_dict()
     weights = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in state.values())
-    return compute_digest([facts, how, images.digest, *state, *(weight.tobytes() for weight in weights)])
+    return cache.compute_digest([facts, how, images.digest, *state, *(weight.tobytes() for weight in weights)])
 
 
 @torch.no_grad()
@@ -182,21 +173,17 @@ def kmeans_of_all(
     best = kmeans(standardize_rows(rows.to(device)), clusters, generator, starts=STARTS)
     if len(chosen) == len(features):
         return best.assignment.cpu().numpy()
-    return nearest_of_all(features, refine_over_all(features)(best.centers)).numpy()
+    return nearest_of_all(features, refine_over_all(features, best.centers)).numpy()
 
 
-def refine_over_all(features: Features) -> Callable[[Tensor], Tensor]:
-    """Return a function from k-means centres of a sample's standardised rows to those of all features."""
+def refine_over_all(features: Features, centers: Tensor) -> Tensor:
+    """Return the k-means centres of all standardised features, from those of a sample."""
 
-    def refine(centers: Tensor) -> Tensor:
-        def directions() -> Iterator[Tensor]:
-            return (standardize_rows(block.to(centers.device)) for block in features.blocks())
+    def directions() -> Iterator[Tensor]:
+        return (standardize_rows(block.to(centers.device)) for block in features.blocks())
 
-        return lloyd_blocks(
-            directions, features.distributed.broadcast_(centers.contiguous()), features.distributed.all_reduce
-        )
-
-    return refine
+    start = features.distributed.broadcast_(centers.contiguous())
+    return lloyd_blocks(directions, start, features.distributed.all_reduce)
 
 
 def nearest_of_all(features: Features, centers: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -91,15 +92,9 @@ def collect_facts(
     request: RefineConfig, loaded: Loaded, backbone: Backbone, image_count: int, processes: int = 1
 ) -> Facts:
     """Return what the settings of a run depend on."""
-    return Facts(
-        image_count,
-        backbone.input_size,
-        backbone.mean.tolist(),
-        backbone.std.tolist(),
-        loaded.head_clusters,
-        check_calibration(request.calibration).strength,
-        processes,
-    )
+    mean, std = backbone.mean.tolist(), backbone.std.tolist()
+    strength = check_calibration(request.calibration).strength
+    return Facts(image_count, backbone.input_size, mean, std, loaded.head_clusters, strength, processes)
 
 
 def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
@@ -126,15 +121,10 @@ def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
     stated = {name: getattr(request, name) for name in INPUT_FACTS if getattr(request, name) is not None}
     # A recipe's word on the input yields to the checkpoint's own.
     stated = {name: value for name, value in stated.items() if name not in recipe or name in backbone.inferred}
-    backbone = Backbone(
-        backbone.module,
-        backbone.feature_dim,
-        stated.get("mean", backbone.mean.tolist()),
-        stated.get("std", backbone.std.tolist()),
-        stated.get("input_size", backbone.input_size),
-        backbone.spec,
-        inferred=[name for name in backbone.inferred if name not in set(stated) - set(recipe)],
-    )
+    mean, std = stated.get("mean", backbone.mean.tolist()), stated.get("std", backbone.std.tolist())
+    size, spec = stated.get("input_size", backbone.input_size), backbone.spec
+    inferred = [name for name in backbone.inferred if name not in set(stated) - set(recipe)]
+    backbone = Backbone(backbone.module, backbone.feature_dim, mean, std, size, spec, inferred=inferred)
     return dataclasses.replace(loaded, backbone=backbone)
 
 
@@ -185,15 +175,17 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
     if float(rows.std(dim=0).max()) < 1e-6:
         log.warning("the features of all images are the same: the backbone has collapsed")
     complete = len(chosen) == len(features)
+    old = None if prepared.old is None else prepared.old[chosen.numpy()]
+    refine = None if complete else partial(refine_over_all, features)
     heads = build_initial_heads(
         settings.init,
         prepared.loaded.heads,
         rows.to(device),
-        None if prepared.old is None else prepared.old[chosen.numpy()],
+        old,
         settings.clusters,
         settings.hidden,
         randomness,
-        None if complete else refine_over_all(features),
+        refine,
     )
     if not complete and heads.centers is not None:
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
@@ -202,10 +194,7 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
         prepared.request.augment, prepared.backbone, heads.clustering, prepared.images, prepared.runtime, randomness
     )
     if agreements:
-        log.info(
-            "augmentation chosen by agreement of clusters (%s): flip %s, crop_scale %g",
-            ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items()),
-            augment.flip,
-            augment.crop_scale,
-        )
+        shares = ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items())
+        chosen_words = f"flip {augment.flip}, crop_scale {augment.crop_scale:g}"
+        log.info("augmentation chosen by agreement of clusters (%s): %s", shares, chosen_words)
     return heads, dataclasses.replace(settings, augment=augment)

@@ -1,6 +1,7 @@
 """The parts of a run by themselves: k-means against scikit-learn, initialisation, and how all of them grow."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ def _heads(count: int, clusters: int) -> Work:
 
     def work() -> object:
         rows, chosen = features.sample(clusters, generator(0))
-        refine = None if len(chosen) == count else refine_over_all(features)
+        refine = None if len(chosen) == count else partial(refine_over_all, features)
         return fit_prototype_head(rows, clusters, FEATURES, generator(0), refine)
 
     return work

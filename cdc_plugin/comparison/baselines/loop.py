@@ -85,7 +85,7 @@ def train_epochs(task: BaselineTask, heads: nn.Module, step: Step) -> dict[str, 
     """
     settings = task.settings
     steps = settings.epochs * count_steps(batch_sizes(task.image_count, settings.batch_size), settings)
-    optimizer = BaselineOptimizer(settings, task.device, steps, heads, task.backbone)
+    optimizer = BaselineOptimizer(task, steps, heads, task.backbone)
     means: dict[str, Tensor] = {}
     for epoch in range(settings.epochs):
         logs = []
@@ -124,20 +124,14 @@ def compute_features(task: BaselineTask, views: Tensor) -> Tensor:
 class BaselineOptimizer:
     """Adam over the heads and, if given, the backbone, at the rates and on the schedule of CDC."""
 
-    def __init__(
-        self,
-        settings: BaselineSettings,
-        device: torch.device,
-        total_steps: int,
-        heads: nn.Module,
-        backbone: nn.Module | None = None,
-    ) -> None:
-        self.schedule, self.total_steps, self.steps = settings.schedule, max(1, total_steps), 0
+    def __init__(self, task: BaselineTask, steps: int, heads: nn.Module, backbone: nn.Module | None = None) -> None:
+        settings = task.settings
+        self.schedule, self.total_steps, self.steps = settings.schedule, max(1, steps), 0
         groups: list[dict[str, Any]] = [{"params": list(heads.parameters()), "full_rate": settings.lr_heads}]
         if backbone is not None and (trained := list(backbone.parameters())):
             groups.append({"params": trained, "full_rate": settings.lr_backbone})
         self.optimizer = torch.optim.Adam(groups)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
+        self.scaler = torch.amp.GradScaler(task.device.type, enabled=settings.precision == "float16")
 
     def step(self, loss: Tensor) -> None:
         """Minimise the loss by one step; without a gradient only the schedule advances."""

@@ -8,17 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.comparison.baselines.loop import (
-    BaselineOptimizer,
-    BaselineTask,
-    MakeView,
-    build_random_heads,
-    compute_features,
-    count_steps,
-    end_epoch,
-    shuffle_batches,
-    split_batch,
-)
+from cdc_plugin.comparison.baselines import loop
 from cdc_plugin.config.resolve import batch_sizes
 from cdc_plugin.errors import ConfigError
 
@@ -27,26 +17,26 @@ HEADS, REPEATS = 10, 8
 CENTRE_SHARE = 0.5  # of the B / C samples a cluster could have: those whose mean is its prototype
 
 
-def train_spice(task: BaselineTask) -> nn.Module:
+def train_spice(task: loop.BaselineTask) -> nn.Module:
     """Train ten two-layer heads and return the best; the backbone and its BatchNorm statistics stay unchanged.
 
     Best is, as in SPICE, the head with the lowest loss under its own pseudo-labels of the whole set, here after
     the last epoch and not after any. SPICE predicts with the softmax of its logits.
     """
-    settings, dim = task.settings, task.feature_dim
-    heads = build_random_heads(task, [[["linear", dim, dim], ["relu"], ["linear", dim, settings.clusters]]] * HEADS)
+    settings, dim, clusters = task.settings, task.feature_dim, task.settings.clusters
+    heads = loop.build_random_heads(task, [[["linear", dim, dim], ["relu"], ["linear", dim, clusters]]] * HEADS)
     task.backbone.eval()
     sizes = batch_sizes(task.image_count, settings.batch_size)
-    steps = REPEATS * count_steps([size // settings.clusters * settings.clusters for size in sizes], settings)
-    optimizer = BaselineOptimizer(settings, task.device, settings.epochs * steps, heads)
+    steps = REPEATS * loop.count_steps([size // clusters * clusters for size in sizes], settings)
+    optimizer = loop.BaselineOptimizer(task, settings.epochs * steps, heads)
     for epoch in range(settings.epochs):
         logs = []
-        for rows, randomness in shuffle_batches(task, epoch):
+        for rows, randomness in loop.shuffle_batches(task, epoch):
             weak, strong = (_compute_batch_features(task, view, rows, randomness) for view in (task.weak, task.strong))
             samples, labels = _label_for_heads(heads, task.features[rows.to(task.device)], weak)
             for _ in range(REPEATS):
                 order = torch.randperm(samples.shape[1], generator=randomness).to(task.device)
-                for part in split_batch(order, settings):
+                for part in loop.split_batch(order, settings):
                     losses = [
                         double_softmax_loss(head(strong[own[part]]), labels[part])
                         for head, own in zip(heads, samples, strict=True)
@@ -54,16 +44,18 @@ def train_spice(task: BaselineTask) -> nn.Module:
                     loss = torch.stack(losses).mean()
                     optimizer.step(loss)
                     logs.append({"loss": loss.detach()})
-        end_epoch(task, epoch, logs)
+        loop.end_epoch(task, epoch, logs)
     heads.eval()
     return heads[int(_compute_head_losses(heads, task.features).argmin())]
 
 
 @torch.no_grad()
-def _compute_batch_features(task: BaselineTask, view: MakeView, rows: Tensor, randomness: torch.Generator) -> Tensor:
+def _compute_batch_features(
+    task: loop.BaselineTask, view: loop.MakeView, rows: Tensor, randomness: torch.Generator
+) -> Tensor:
     """Return (B, D) of a view of the whole batch, one sub-batch at a time to bound memory."""
-    parts = split_batch(rows, task.settings)
-    return torch.cat([compute_features(task, view(part, randomness)) for part in parts])
+    parts = loop.split_batch(rows, task.settings)
+    return torch.cat([loop.compute_features(task, view(part, randomness)) for part in parts])
 
 
 @torch.no_grad()

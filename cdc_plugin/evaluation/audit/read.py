@@ -43,27 +43,18 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """Fractions of 1. ``selected`` is None where no answered image is selected.
-
-    The calibration error uses ``bins`` bins with equal numbers of answers. Few answers overstate it: for a perfectly
-    calibrated model all of it is ``calibration_error_by_chance``.
-    """
+    """What the answers say about all images, in fractions of 1."""
 
     source: str
     image_count: int
     drawn: int
     question: str
     overall: Accuracy
-    selected: Accuracy | None
-    calibration_error: float
-    calibration_error_by_chance: float
-    bins: int
+    selected: Accuracy | None  # None where no answered image is selected
+    calibration_error: float  # overstated by few answers
+    calibration_error_by_chance: float  # all of it for a perfectly calibrated model
+    bins: int  # with equal numbers of answers
     notes: tuple[str, ...]
-
-    @property
-    def at_least_if_unanswered_wrong(self) -> float:
-        """Return the lower bound that holds whatever the images without an answer show."""
-        return compute_accuracy_bound(self.overall.right, self.drawn)
 
     def lines(self) -> list[str]:
         """Return the result as lines for the terminal."""
@@ -87,7 +78,7 @@ class AuditResult:
         if overall.answered < self.drawn:
             lines.append(
                 "note: if every image without an answer were wrong, the accuracy would still be at least "
-                f"{self.at_least_if_unanswered_wrong:.1%}"
+                f"{compute_accuracy_bound(overall.right, self.drawn):.1%}"
             )
         return lines
 
@@ -208,11 +199,8 @@ def compute_accuracy_bound(right: int, answered: int, certainty: float = 0.95) -
 
 
 def simulate_calibration_error(confidence: NDArray[np.float64], bins: int) -> float:
-    """Estimate the calibration error that a perfectly calibrated model shows on average, by chance alone.
-
-    An absolute gap is never negative, so few answers always show one. Answers are simulated with the stated
-    confidences as their true probabilities; the seed is fixed, so equal confidences give an equal figure.
-    """
+    """Estimate what a perfectly calibrated model shows by chance: an absolute gap of few answers is never 0."""
+    # The stated confidences are the true probabilities; the seed is fixed, so that equal ones give an equal figure.
     draws = np.random.default_rng(0).random((REPEATS, len(confidence))) < confidence
     return float(np.mean([adaptive_calibration_error(confidence, right, bins) for right in draws]))
 

@@ -41,13 +41,11 @@ class Sheet:
 
 
 def build_sheet(table: np.recarray, rows: NDArray[np.int64], source: str) -> list[list[str]]:
-    """Return a header and one line per drawn row of the table, in that order, with an empty answer.
-
-    Every line holds what a reader must know about the audit, so that the file alone can be passed on.
-    """
+    """Return a header and one line per drawn row of the table, in that order, with an empty answer."""
     columns = table.dtype.names or ()
     name = "path" if "path" in columns else "index"
     flags = ["selected"] if "selected" in columns else []
+    # In every line, so that the file alone can be passed on.
     audit = f"{len(rows)} of {len(table)} images; {' '.join(source.split())}"
     lines = [["id", name, "cluster", "answer", "confidence", *flags, "audit"]]
     for row in rows.tolist():

@@ -78,10 +78,7 @@ def check_source(to: str, source: str | Path, out: Path) -> None:
 
 
 def write(to: str, out: Path, tables: Iterable[np.recarray], source: str | Path) -> list[Path]:
-    """Write a table that comes in parts, and return the files; for ``folders`` the list of all links.
-
-    Csv and parquet hold few parts in memory at once, the other formats all of them.
-    """
+    """Write a table that comes in parts, of which csv and parquet hold few at once, and return the files or links."""
     from cdc_plugin.evaluation.records import concatenate_tables, write_tables
     from cdc_plugin.evaluation.writers import cvat, files, folders
 
@@ -101,24 +98,23 @@ def write(to: str, out: Path, tables: Iterable[np.recarray], source: str | Path)
 
 def explain_import(to: str, out: Path, source: str | Path) -> str | None:
     """Return one line on how to open the output in its tool; None where the file name says enough."""
-    if to == "label-studio":
-        folder = _find_image_folder(source)
-        return (
+    folder = _find_image_folder(source)
+    hints = {
+        "label-studio": (
             "start Label Studio with LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true and "
             f"LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={folder.parent}, paste {out.stem}.xml as labelling interface, "
             f"add {folder} as local storage without syncing it, then import {out.name}"
-        )
-    if to == "fiftyone":
-        return (
+        ),
+        "fiftyone": (
             "open with fiftyone.Dataset.from_dir(dataset_type=fiftyone.types.FiftyOneImageClassificationDataset, "
             f"labels_path={str(out.absolute())!r})"
-        )
-    if to == "cvat":
-        return (
+        ),
+        "cvat": (
             f"create a CVAT task of the images with the labels of {out.stem}.labels.json (tab Raw), then upload "
             f"{out.stem}.xml to it as annotations, format CVAT 1.1; {out.stem}.csv is for other tools"
-        )
-    return None
+        ),
+    }
+    return hints.get(to)
 
 
 def _find_image_folder(source: str | Path) -> Path:

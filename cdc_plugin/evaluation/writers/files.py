@@ -79,14 +79,11 @@ def write_parquet(out: Path, tables: Iterable[np.recarray]) -> list[Path]:
 
 
 def write_fiftyone(out: Path, table: np.recarray, folder: Path) -> list[Path]:
-    """Write the labels.json of a ``FiftyOneImageClassificationDataset``: label, confidence, attributes.
-
-    Images are keyed by their absolute path, which FiftyOne uses as it is: images stay where they are, two that differ
-    only in their extension stay apart, and no data folder needs to be named.
-    """
+    """Write the labels.json of a ``FiftyOneImageClassificationDataset``: label, confidence, attributes."""
 
     def labels() -> Iterator[str]:
         for name, values in _rows(table, bool):
+            # Absolute paths are used as they are: no data folder is named, and names may differ in the extension only.
             path = escape_name(os.path.join(folder, name.replace("/", os.sep)))
             # The label is an index into the classes.
             label = {"label": values.pop("cluster"), "confidence": values.pop("confidence"), "attributes": values}
@@ -97,11 +94,7 @@ def write_fiftyone(out: Path, table: np.recarray, folder: Path) -> list[Path]:
 
 
 def write_label_studio(out: Path, table: np.recarray, folder: Path) -> list[Path]:
-    """Write tasks with pre-annotations, and beside them the labelling interface that they fit.
-
-    Label Studio serves the images from disk: it is started with the parent of the image folder as document root (it
-    serves only sub-folders of that root). All columns are in ``data``, to sort and filter by.
-    """
+    """Write tasks with pre-annotations and all columns to sort by, and beside them the labelling interface they fit."""
     names = name_clusters(table)
 
     def tasks() -> Iterator[str]:
@@ -110,6 +103,7 @@ def write_label_studio(out: Path, table: np.recarray, folder: Path) -> list[Path
             result = {"from_name": CONTROL, "to_name": OBJECT, "type": "choices", "value": choices}
             version = f"cdc-plugin {__version__}"
             prediction = {"model_version": version, "score": values["confidence"], "result": [result]}
+            # Below the parent of the image folder: Label Studio serves only sub-folders of its document root.
             url = "/data/local-files/?d=" + quote(os.fsencode(f"{folder.name}/{path}"))
             yield _encode({"data": {OBJECT: url, "path": escape_name(path), **values}, "predictions": [prediction]})
 

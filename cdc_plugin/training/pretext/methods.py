@@ -145,16 +145,14 @@ class SimSiam(Pretext):
     """
 
     def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
-        from lightly.loss import NegativeCosineSimilarity
         from lightly.models.modules import SimSiamPredictionHead, SimSiamProjectionHead
 
         super().__init__(backbone, SimSiamProjectionHead(backbone.feature_dim, config.hidden, config.projection))
         self.predictor = SimSiamPredictionHead(config.projection, config.predictor, config.projection)
-        self.criterion = NegativeCosineSimilarity()
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         one, two = self.online(first), self.online(second)
-        return _predict_across(self, one, two, one.detach(), two.detach())
+        return _predict_across(self.predictor, one, two, one.detach(), two.detach())
 
 
 class BYOL(_WithMomentum):
@@ -165,27 +163,24 @@ class BYOL(_WithMomentum):
     """
 
     def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
-        from lightly.loss import NegativeCosineSimilarity
-
         width, norm = config.projection, config.output_norm
         super().__init__(backbone, _mlp(backbone.feature_dim, config.hidden, width, norm))
         self.predictor = _mlp(width, config.predictor or config.hidden, width, norm)
-        self.criterion = NegativeCosineSimilarity()
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         one, two = self.online(first), self.online(second)
         with torch.no_grad():
             targets = self.momentum(first), self.momentum(second)
-        return _predict_across(self, one, two, *targets)
+        return _predict_across(self.predictor, one, two, *targets)
 
 
 def _predict_across(
-    task: SimSiam | BYOL, one: Tensor, two: Tensor, target_one: Tensor, target_two: Tensor
+    predictor: nn.Module, one: Tensor, two: Tensor, target_one: Tensor, target_two: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the mean loss of predicting each view's target from the other view, and the embedding of the first."""
-    loss = task.criterion(task.predictor(one).float(), target_two.float())
-    loss = loss + task.criterion(task.predictor(two).float(), target_one.float())
-    return loss / 2, one.detach().float()
+    alike = F.cosine_similarity(predictor(one).float(), target_two.float()).mean()
+    alike = alike + F.cosine_similarity(predictor(two).float(), target_one.float()).mean()
+    return -alike / 2, one.detach().float()
 
 
 def _mlp(inputs: int, hidden: int, outputs: int, output_norm: bool = False) -> nn.Module:

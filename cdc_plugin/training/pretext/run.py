@@ -22,6 +22,7 @@ from cdc_plugin.data.views.pretext import PretextSettings, pretext_view
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton
 from cdc_plugin.models.clusterer import write_model
+from cdc_plugin.training import run_folder
 from cdc_plugin.training.prepare import read_images
 from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
@@ -35,17 +36,6 @@ from cdc_plugin.training.pretext.config import (
 from cdc_plugin.training.pretext.methods import METHODS, fresh_backbone, require_lightly, spec_of
 from cdc_plugin.training.progress import COLLAPSED, PretextProgress, log, log_to, show_progress
 from cdc_plugin.training.resume import check_resume_settings
-from cdc_plugin.training.run_folder import (
-    CONFIG,
-    HISTORY,
-    LOG,
-    clear_results,
-    leave_nothing_behind,
-    prepare_folder,
-    read_state,
-    write_history,
-    write_state,
-)
 from cdc_plugin.training.runtime import choose_device
 
 TOOL = "cdc-pretrain"
@@ -84,19 +74,19 @@ def pretrain(
         raise UserError("missing --data; cdc-pretrain --help shows how a run is started")
     require_lightly()
     device = choose_device(config.device)
-    folder = prepare_folder(config.out, f"pretrain-{Path(config.data or 'run').stem}", resume, overwrite)
+    folder = run_folder.prepare_folder(config.out, f"pretrain-{Path(config.data or 'run').stem}", resume, overwrite)
     try:
-        state = read_state(folder) if resume else None
+        state = run_folder.read_state(folder) if resume else None
         if state is None and config.data is None:
             raise UserError(f"{folder} has no finished epoch to continue from; give --data to start it")
-        with log_to(folder / LOG):
+        with log_to(folder / run_folder.LOG):
             if state is None:
                 settings, images = start(load_pretrain_config(recipe, flags, words, infer_recipe), folder)
             else:
                 settings, images = restart(config, folder, state)
             return train(settings, images, folder, device, state)
     finally:
-        leave_nothing_behind(folder)
+        run_folder.leave_nothing_behind(folder)
 
 
 def start(request: PretrainConfig, folder: Path) -> tuple[ResolvedPretrainConfig, ImageSet]:
@@ -114,8 +104,8 @@ def start(request: PretrainConfig, folder: Path) -> tuple[ResolvedPretrainConfig
     # Both refuse what cannot be made, before any work is done.
     view_settings(config)
     skeleton(spec_of(config.arch, size))
-    clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
-    write_text(folder / CONFIG, to_yaml(config))
+    run_folder.clear_results(folder)  # only now: a mistake in the inputs must not cost an earlier run's results
+    write_text(folder / run_folder.CONFIG, to_yaml(config))
     return config, images
 
 
@@ -123,7 +113,7 @@ def restart(given: PretrainConfig, folder: Path, state: dict[str, Any]) -> tuple
     """Return settings and images of the run as they were after its last finished epoch."""
     if state.get("tool") != TOOL:
         raise UserError(f"{folder} is not a run of {TOOL}; continue it with cdc-refine --resume --out {folder}")
-    stored = ResolvedPretrainConfig(**vars(load_pretrain_config(folder / CONFIG)))
+    stored = ResolvedPretrainConfig(**vars(load_pretrain_config(folder / run_folder.CONFIG)))
     images = read_images(stored.data, stored.input_size, stored.data_root, show_progress)
     if images.digest != state["digest"]:
         raise UserError(f"the images of {stored.data} are not those that {folder} was begun with")
@@ -167,9 +157,9 @@ def train(
         if trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs:
             # The model first: a run can be used before it ends. The state last: what it says is done, is there.
             write_model(folder, backbone, {**origin, "epochs": trainer.epoch})
-            write_history(folder / HISTORY, history)
+            run_folder.write_history(folder / run_folder.HISTORY, history)
             kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
-            write_state(folder, kept)
+            run_folder.write_state(folder, kept)
 
     with contextlib.closing(bar):
         trainer.fit(batches_of(images, config, device), bar.after_batch, after_epoch)

@@ -19,7 +19,6 @@ from cdc_plugin.comparison.supervised import (
     train_linear,
     train_supervised,
 )
-from cdc_plugin.errors import DataError
 from cdc_plugin.evaluation.records import measure_head
 from cdc_plugin.models.heads import LayeredHead
 from tests.helpers.blob_tasks import blob_task, linear_backbone, predict
@@ -36,15 +35,13 @@ def accuracy(task: BaselineTask, head: nn.Module, labels: Tensor) -> float:
     return (predict(task, head) == labels)[REPORTED].float().mean().item()
 
 
-def test_every_row_is_either_labelled_or_reported_on_by_the_seed_and_one_image_cannot_be_split():
+def test_every_row_is_either_labelled_or_reported_on_by_the_seed():
     labelled, reported = split_labelled(11, seed=0)
     assert (len(labelled), len(reported)) == (5, 6)
     assert sorted(labelled.tolist() + reported.tolist()) == list(range(11))
     assert labelled.tolist() == sorted(labelled.tolist())
     assert torch.equal(split_labelled(11, seed=0)[0], labelled)
     assert not torch.equal(split_labelled(11, seed=4)[0], labelled)
-    with pytest.raises(DataError, match="at least 2"):
-        split_labelled(1, seed=0)
 
 
 @pytest.mark.parametrize("classes", [2, 3])

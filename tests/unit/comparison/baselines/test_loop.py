@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.loop import (
     BaselineOptimizer,
-    BaselineSettings,
     BaselineTask,
     compute_features,
     train_epochs,
@@ -98,7 +97,8 @@ COSINE = [1, 0.5 + math.sqrt(0.5) / 2, 0.5, 0.5 - math.sqrt(0.5) / 2]
 @pytest.mark.parametrize(("schedule", "factors"), [("cosine", COSINE), ("constant", [1, 1, 1, 1])])
 def test_rates_of_heads_and_backbone_follow_the_schedule(schedule, factors):
     head, backbone = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizer = BaselineOptimizer(BaselineSettings(3, 1, 60, 30, 0.2, 0.1, schedule), CPU, 4, head, backbone)
+    task = build_case(lr_heads=0.2, lr_backbone=0.1, schedule=schedule).task
+    optimizer = BaselineOptimizer(task, 4, head, backbone)
     for factor in factors:
         optimizer.step(head(backbone(torch.ones(1, 2))).sum())
         rates = [group["lr"] for group in optimizer.optimizer.param_groups]
@@ -110,7 +110,7 @@ def test_the_first_step_of_adam_moves_every_weight_by_its_rate_and_a_loss_withou
     with torch.no_grad():
         head.weight.fill_(2.0)
         backbone.weight.fill_(3.0)
-    optimizer = BaselineOptimizer(BaselineSettings(3, 1, 60, 30, 0.25, 0.5), CPU, 10, head, backbone)
+    optimizer = BaselineOptimizer(build_case(lr_heads=0.25, lr_backbone=0.5).task, 10, head, backbone)
     optimizer.step(head(backbone(torch.ones(1, 1))).sum())  # gradients 3 and 2, of which Adam takes the sign
     for _ in range(2):
         assert head.weight.item() == pytest.approx(1.75)

@@ -35,12 +35,12 @@ def test_the_head_with_the_lowest_loss_over_the_whole_set_is_returned(monkeypatc
 def test_every_batch_is_trained_on_eight_times_until_the_rate_is_nearly_zero(monkeypatch):
     kept = []
 
-    class Recorded(spice.BaselineOptimizer):
+    class Recorded(spice.loop.BaselineOptimizer):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             kept.append(self)
 
-    monkeypatch.setattr(spice, "BaselineOptimizer", Recorded)
+    monkeypatch.setattr(spice.loop, "BaselineOptimizer", Recorded)
     train_spice(blob_task(linear_backbone(), epochs=3)[0])
     assert kept[0].steps == kept[0].total_steps == 3 * 2 * 8 * 2  # epochs, batches of 60, repeats, parts of 30
 

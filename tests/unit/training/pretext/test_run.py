@@ -13,6 +13,7 @@ from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
+from cdc_plugin.training import run_folder
 from cdc_plugin.training.pretext import run as pretraining
 from cdc_plugin.training.pretext.config import load_pretrain_config
 from cdc_plugin.training.pretext.run import Pretrained, pretrain, statistics
@@ -78,14 +79,14 @@ def test_a_run_writes_exactly_its_files_and_a_backbone_that_states_its_input_and
 def test_an_interrupted_run_goes_on_to_the_same_bytes(finished, archive, tmp_path, monkeypatch):
     out = tmp_path / "moco"
     flags = {"data": str(archive), "out": str(out), "epochs": 2, "seed": 3}
-    original = pretraining.write_state
+    original = run_folder.write_state
 
     def interrupt(folder: Path, state: dict) -> None:
         original(folder, state)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        patch.setattr(pretraining, "write_state", interrupt)
+        patch.setattr(run_folder, "write_state", interrupt)
         pretrain(None, flags, QUICK)
     # What there is can be used, and says how far it got.
     assert load_backbone(out).input_size == 16
