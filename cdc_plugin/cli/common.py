@@ -32,11 +32,7 @@ def make_parser(program: str, description: str, epilog: str) -> argparse.Argumen
 def add_settings(
     container: argparse._ActionsContainer, *names: str, schema: type = RefineConfig, **changes: Any
 ) -> None:
-    """Add settings as options, each with the help of its field; one that is not given is None.
-
-    Args:
-        changes: of the arguments of ``add_argument``, where a command means something else by an option.
-    """
+    """Add settings as options, with the help of their fields unless ``changes`` has another; not given is None."""
     for name in names:
         item = list_settings(schema)[name]
         kind, rule = str(item.type).removesuffix(" | None"), item.metadata
@@ -52,22 +48,12 @@ def add_settings(
         container.add_argument(flag, dest=name, **{**given, **changes})
 
 
-def add_no_labels(container: argparse._ActionsContainer) -> None:
-    """Add the flag that keeps labels out of the report."""
-    add_settings(container, "labels", help="ignore class sub-folders and label arrays")
-
-
 def add_result_folder(container: argparse._ActionsContainer) -> None:
     """Add where a run writes to, and what it does with an earlier one there."""
     add_settings(container, "out")
     existing = container.add_mutually_exclusive_group()
     existing.add_argument("--resume", action="store_true", help="resume the run in --out")
     existing.add_argument("--overwrite", action="store_true", help="replace the result files in --out")
-
-
-def add_quiet(container: argparse._ActionsContainer, shown: str = "outcome") -> None:
-    """Add the flag that silences the log; see `start_log`."""
-    container.add_argument("--quiet", action="store_true", help=f"print the {shown} only")
 
 
 def collect_flags(options: argparse.Namespace, schema: type = RefineConfig) -> dict[str, Any]:
@@ -124,8 +110,7 @@ def run_command(
 ) -> Iterator[argparse.Namespace]:
     """Give the options to the body of a command; what the user can mend becomes a message and exit code 2.
 
-    Args:
-        kept: what remains of an interrupted run, and how to continue it.
+    An interruption adds what is ``kept`` and how to continue.
     """
     # key=value words may stand before, between and after the options.
     options = parser.parse_intermixed_args(arguments)

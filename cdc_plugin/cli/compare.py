@@ -45,19 +45,17 @@ def compare_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to compare")
     what.add_argument("--methods", nargs="+", metavar="A,B,C", help="names, as --list-methods gives them")
     what.add_argument("--seeds", metavar="N", help="how many (5), or which (0,3,7)")
-    what.add_argument(
-        "--recipe", metavar="NAME", help=f"methods and seeds of one of the paper's tables, as {DEFAULT_RECIPE}"
-    )
+    table = f"methods and seeds of one of the paper's tables, as {DEFAULT_RECIPE}"
+    what.add_argument("--recipe", metavar="NAME", help=table)
     what.add_argument("--full", action="store_true", help="the recipe's own data sets and seeds, as in the paper")
     on = parser.add_argument_group("what to run on")
     on.add_argument("--backbone", nargs="+", metavar="FILE", help="checkpoint; several for several sets of images")
-    on.add_argument(
-        "--data", nargs="+", metavar="PATH_OR_NAME", help="image folder, .npz, tar shards, name; may be several"
-    )
+    sources = "image folder, .npz, tar shards, name; may be several"
+    on.add_argument("--data", nargs="+", metavar="PATH_OR_NAME", help=sources)
     on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
     on.add_argument("--ood", nargs="+", default=[], metavar="PATH_OR_NAME", help="images of none of the clusters")
     common.add_settings(on, "format", "arch")
-    common.add_no_labels(on)
+    common.add_settings(on, "labels", help="ignore class sub-folders and label arrays")
     on.add_argument("--demo", action="store_true", help="the embedded handwritten digits and their backbone")
     how = parser.add_argument_group("how")
     common.add_settings(how, "epochs", help="of every training (default: 60 %% of what cdc-refine takes, at least 10)")
@@ -72,7 +70,7 @@ def compare_parser() -> argparse.ArgumentParser:
     other = parser.add_argument_group("other")
     other.add_argument("--list-methods", action="store_true", help="name all methods and stop")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
-    common.add_quiet(other, "table")
+    other.add_argument("--quiet", action="store_true", help="print the table only")
     return parser
 
 
@@ -90,7 +88,10 @@ def compare_command(arguments: Sequence[str] | None = None) -> None:
             for name in recipe_names("tables"):
                 print(f"{'tables/' + name:20s} {recipe_summary(name, 'tables')}")
             return
-        take_settings_out(options)
+        for name in ("methods", "backbone", "data", "clusters", "ood"):  # key=value words may stand behind these
+            given = getattr(options, name) or []
+            options.overrides += filter(SETTING.match, given)
+            setattr(options, name, [word for word in given if not SETTING.match(word)])
         if options.full and not options.recipe:
             raise ConfigError("--full runs a recipe on the data sets of the paper; say which, as --recipe tables/main")
         if options.jobs is not None and options.jobs < 1:
@@ -99,22 +100,15 @@ def compare_command(arguments: Sequence[str] | None = None) -> None:
         methods = request.parse_methods(options.methods or list(recipe.methods))
         seeds = request.parse_seeds(options.seeds or str(recipe.seeds))
         sets = list_sets(options, recipe)
-        columns = recipe.columns if options.recipe else ()
+        title, columns = (recipe.title, recipe.columns) if options.recipe else ("", ())
+        command = shlex.join(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None
+        how = {name: getattr(options, name) for name in ("jobs", "keep_models", "overwrite")}
         common.start_log(options.quiet)
         from cdc_plugin.comparison.export import to_text
         from cdc_plugin.comparison.run import run_comparison
 
         compared = run_comparison(
-            sets,
-            methods,
-            seeds,
-            options.out,
-            jobs=options.jobs,
-            keep_models=options.keep_models,
-            overwrite=options.overwrite,
-            title=recipe.title if options.recipe else "",
-            columns=columns,
-            command=shlex.join(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None,
+            sets, methods, seeds, options.out, **how, title=title, columns=columns, command=command
         )
         print(to_text(compared.rows, columns or None, shutil.get_terminal_size((160, 24)).columns))
         for sentence in (*compared.verdicts, *(f"failed: {name}: {why}" for name, why in compared.failures.items())):
@@ -122,15 +116,6 @@ def compare_command(arguments: Sequence[str] | None = None) -> None:
         print(f"results: {compared.folder} (open report.html in a browser)")
         if compared.failures:
             sys.exit(1)
-
-
-def take_settings_out(options: argparse.Namespace) -> None:
-    """Move key=value words behind options that take several values to where they belong."""
-    for name in ("methods", "backbone", "data", "clusters", "ood"):
-        given = getattr(options, name) or []
-        settings = [word for word in given if SETTING.match(word)]
-        options.overrides += settings
-        setattr(options, name, [word for word in given if word not in settings])
 
 
 def method_list() -> str:
@@ -196,7 +181,6 @@ def _as_many(values: list[Any], count: int, option: str) -> list[Any]:
     if len(values) == 1:
         return values * count
     if len(values) != count:
-        raise ConfigError(
-            f"{option} takes one value, or one for each of the {count} sets in --data; found {len(values)}"
-        )
+        expected = f"one value, or one for each of the {count} sets in --data"
+        raise ConfigError(f"{option} takes {expected}; found {len(values)}")
     return values

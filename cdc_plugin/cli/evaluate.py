@@ -40,13 +40,12 @@ def evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", nargs="+", metavar="PATH", default=[], help="models to put side by side")
     parser.add_argument("--names", nargs="+", metavar="NAME", default=[], help="what to call the compared models")
     common.add_settings(parser, "data", help="images (default: those that the model was refined on)")
-    parser.add_argument(
-        "--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help="images that belong to none of the clusters"
-    )
-    common.add_no_labels(parser)
+    outside = "images that belong to none of the clusters"
+    parser.add_argument("--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help=outside)
+    common.add_settings(parser, "labels", help="ignore class sub-folders and label arrays")
     common.add_settings(parser, "format", "arch", "head", "device", "out")
     parser.add_argument("--overwrite", action="store_true", help="replace the report files in --out, no others")
-    common.add_quiet(parser)
+    parser.add_argument("--quiet", action="store_true", help="print the outcome only")
     return parser
 
 
@@ -104,9 +103,8 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
     lines = [f"warning: {warning['text']}" for warning in metrics["label_free"].get("warnings", [])]
     classes, clusters = metrics["classes"], metrics["clusters"]
     if classes is not None and classes != clusters:
-        lines.append(
-            f"note: the images have {classes} classes, the model {clusters} clusters; ACC pairs them one to one"
-        )
+        counts = f"the images have {classes} classes, the model {clusters} clusters"
+        lines.append(f"note: {counts}; ACC pairs them one to one")
     figures = list(metrics["after"].values())[-1]
     if classes is not None and figures["CONF"] - figures["ACC"] > OVERCONFIDENT:
         stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"

@@ -21,19 +21,12 @@ A network that another library would load but compute differently is refused.
 
 def export_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-export``."""
-    parser = common.make_parser(
-        "cdc-export",
-        "Write a refined network for another library: its backbone, for ONNX and the hub the whole model.",
-        EPILOG,
-    )
+    about = "Write a refined network for another library: its backbone, for ONNX and the hub the whole model."
+    parser = common.make_parser("cdc-export", about, EPILOG)
     parser.add_argument("--model", required=True, metavar="DIR", help="result folder of cdc-refine, or a checkpoint")
     parser.add_argument("--to", required=True, choices=TARGETS, help="library that is to load it")
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="PATH",
-        help="folder (solo-learn, timm, hub), .pth file (torchvision), .onnx file",
-    )
+    place = "folder (solo-learn, timm, hub), .pth file (torchvision), .onnx file"
+    parser.add_argument("--out", required=True, metavar="PATH", help=place)
     parser.add_argument("--overwrite", action="store_true", help="replace the files of an earlier export")
     common.add_settings(parser, "format", "arch")
     return parser
@@ -46,7 +39,6 @@ def export_command(arguments: Sequence[str] | None = None) -> None:
 
         written = export_model(options.model, options.to, options.out, options.overwrite, options.format, options.arch)
         print(f"{written.network} for {options.to}: {', '.join(map(str, written.files))}")
-        print("load it with:")
-        print("\n".join(f"  {line}" for line in written.load))
+        print("load it with:", *written.load, sep="\n  ")
         for note in written.notes:
             print(f"note: {note}", file=sys.stderr)

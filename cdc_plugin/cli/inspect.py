@@ -22,9 +22,8 @@ WIDTH = 13
 
 def inspect_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-inspect``."""
-    parser = common.make_parser(
-        "cdc-inspect", "Say what a checkpoint is, whether it loads whole, and whether it suits a set of images.", EPILOG
-    )
+    about = "Say what a checkpoint is, whether it loads whole, and whether it suits a set of images."
+    parser = common.make_parser("cdc-inspect", about, EPILOG)
     parser.set_defaults(device="auto", trust_checkpoint=False)
     parser.add_argument("checkpoint", metavar="FILE", help="checkpoint, run or result folder, or timm:NAME")
     common.add_settings(parser, "data", help="images to try it on (at most 1000 are looked at)")
@@ -45,9 +44,7 @@ def inspect_command(arguments: Sequence[str] | None = None) -> None:
         how = {name: getattr(options, name) for name in names}
         report = inspect(options.checkpoint, options.data, **how, progress=show_progress)
         lines = facts(report) if report["loadable"] else misfits(report)
-        if options.json:
-            lines = [json.dumps(report, indent=2)]
-        for line in lines:
+        for line in [json.dumps(report, indent=2)] if options.json else lines:
             print(line)
         if not report["loadable"]:
             raise CheckpointError(report["error"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.cli import common
 from cdc_plugin.errors import ConfigError
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from cdc_plugin.evaluation.models import EvaluatedModel
     from cdc_plugin.evaluation.predict import Prediction, Predictor
     from cdc_plugin.metrics.confidence import Acceptance
-    from cdc_plugin.training.runtime import Distributed
 
-Made = TypeVar("Made")
 AUDIT_SIDE = 224  # pixels at which a person can tell what an image shows
 EPILOG = """examples:
   cdc-predict --model runs/photos --data new_photos/ --out new.csv
@@ -91,7 +89,9 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
         with init_distributed() as distributed:
             if not distributed.main:
                 log.setLevel("ERROR")  # what is to be said of model and images is said once
-            subject, predictor = _main_first(distributed, start)
+            started: list[tuple[EvaluatedModel, Predictor]] = []
+            distributed.broadcast_from_main(lambda: started.append(start()))  # its failure is reported once
+            subject, predictor = started[0] if started else start()
             found = predict_in_parts(predictor, folder, distributed, show_progress)
         if found is None:
             return
@@ -108,13 +108,6 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
         _print_outcome(found, chosen)
         shutil.rmtree(folder, ignore_errors=True)
         _warn_of_confidence(subject, chosen is not None)
-
-
-def _main_first(distributed: Distributed, make: Callable[[], Made]) -> Made:
-    """Return the result of ``make`` in each process; a failure in the main one is reported once."""
-    made: list[Made] = []
-    distributed.broadcast_from_main(lambda: made.append(make()))
-    return made[0] if made else make()
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -175,15 +168,12 @@ def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str,
     from cdc_plugin.evaluation.records import concatenate_tables
 
     folder = Path(options.out)
-    files = write_audit(
-        folder,
-        concatenate_tables(found.tables(**more)),
-        options.audit,
-        options.seed,
-        lambda rows: read_images(options.data, AUDIT_SIDE, found.positions[rows]),
-        f"{found.source} by {options.model}",
-        options.overwrite,
-    )
+    table, source = concatenate_tables(found.tables(**more)), f"{found.source} by {options.model}"
+
+    def read(rows: NDArray[Any]) -> NDArray[Any]:
+        return read_images(options.data, AUDIT_SIDE, found.positions[rows])
+
+    files = write_audit(folder, table, options.audit, options.seed, read, source, options.overwrite)
     count = len(found.confidence)
     print(f"{min(options.audit, count):,} of {count:,} images to check by hand: {', '.join(map(str, files))}")
     print(f"open {files[-1]} in a browser, answer, save to the same folder, then: cdc-predict --answers {folder}")
@@ -196,10 +186,8 @@ def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:
     if outlier is not None and outlier.any():
         subject = f"{outlier.sum():,} {'image is' if outlier.sum() == 1 else 'images are'}"
         among = "" if chosen is None else f", {(outlier & chosen.mask).sum():,} of them selected"
-        print(
-            f"{subject} unlike those the model was refined on (column outlier){among}; "
-            "no confidence is to be relied on there"
-        )
+        unlike = f"{subject} unlike those the model was refined on (column outlier){among}"
+        print(f"{unlike}; no confidence is to be relied on there")
     for name, reason in found.skipped:
         print(f"skipped {name}: {reason}", file=sys.stderr)
 

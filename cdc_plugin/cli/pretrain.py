@@ -27,18 +27,12 @@ Needs lightly: pip install 'cdc-plugin[pretrain]'. Labels are never used.
 
 def pretrain_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-pretrain``."""
-    parser = common.make_parser(
-        "cdc-pretrain",
-        "Train an image backbone on your images alone, without labels, for cdc-refine to start from.",
-        EPILOG,
-    )
+    about = "Train an image backbone on your images alone, without labels, for cdc-refine to start from."
+    parser = common.make_parser("cdc-pretrain", about, EPILOG)
     what = parser.add_argument_group("what to train")
     common.add_settings(what, "data", "method", "arch", schema=PretrainConfig)
-    what.add_argument(
-        "--recipe",
-        metavar="NAME_OR_FILE",
-        help="settings to start from (default: laptop-METHOD, from 50,000 images on paper-METHOD)",
-    )
+    recipes = "settings to start from (default: laptop-METHOD, from 50,000 images on paper-METHOD)"
+    what.add_argument("--recipe", metavar="NAME_OR_FILE", help=recipes)
 
     how = parser.add_argument_group("how")
     common.add_settings(how, "epochs", "seed", "device", schema=PretrainConfig)
@@ -48,7 +42,7 @@ def pretrain_parser() -> argparse.ArgumentParser:
 
     other = parser.add_argument_group("other")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
-    common.add_quiet(other)
+    other.add_argument("--quiet", action="store_true", help="print the outcome only")
     return parser
 
 

@@ -27,16 +27,13 @@ Any setting can be given as key=value; --dry-run prints all of them as they woul
 
 def refine_parser() -> argparse.ArgumentParser:
     """Return the options of ``cdc-refine``."""
-    parser = common.make_parser(
-        "cdc-refine",
-        "Turn a pretrained image backbone into clusters whose confidence matches their accuracy, without labels.",
-        EPILOG,
-    )
+    about = "Turn a pretrained image backbone into clusters whose confidence matches their accuracy, without labels."
+    parser = common.make_parser("cdc-refine", about, EPILOG)
     what = parser.add_argument_group("what to run on")
     common.add_settings(what, "backbone", "data", "clusters")
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
     common.add_settings(what, "format", "arch", "branch", "head", "trust_checkpoint", "partial_weights")
-    common.add_no_labels(what)
+    common.add_settings(what, "labels", help="ignore class sub-folders and label arrays")
 
     how = parser.add_argument_group("how")
     common.add_settings(how, "init", "mini_clusters", "epochs", "freeze_backbone", "seed", "device")
@@ -50,7 +47,7 @@ def refine_parser() -> argparse.ArgumentParser:
     other.add_argument("--demo", action="store_true", help="run on the embedded handwritten digits")
     other.add_argument("--list-recipes", action="store_true", help="name the shipped recipes and stop")
     other.add_argument("--dry-run", action="store_true", help="print resolved settings and plan, and stop")
-    common.add_quiet(other)
+    other.add_argument("--quiet", action="store_true", help="print the outcome only")
     return parser
 
 

@@ -1,7 +1,4 @@
-"""``hydra/callbacks=cdc_refine``: start the refinement when a pretraining run of solo-learn has ended.
-
-It runs as a separate command, so that nothing in it can harm the pretraining.
-"""
+"""``hydra/callbacks=cdc_refine``: refine when solo-learn has pretrained, in a separate command that cannot harm it."""
 
 import itertools
 import json

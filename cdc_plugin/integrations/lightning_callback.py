@@ -1,7 +1,4 @@
-"""``RefineAtEnd``: a Lightning callback that starts the refinement when ``fit`` ends, for lightly and own modules.
-
-It supports both ``lightning`` and ``pytorch_lightning``, whichever the program has imported.
-"""
+"""``RefineAtEnd``: a Lightning callback that starts the refinement when ``fit`` ends, for lightly and own modules."""
 
 from __future__ import annotations
 

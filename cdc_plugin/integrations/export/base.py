@@ -1,7 +1,6 @@
 """What all exports share: the model, the check that another library computes the same, and the files that are written.
 
-A description beside the weights lets this package read an export back exactly: the weights alone do not say stem, mean
-and std.
+A description beside the weights lets this package read an export back: weights alone do not say stem, mean and std.
 """
 
 import json
@@ -145,10 +144,7 @@ def create_folder(out: Path) -> Path:
 
 
 def check_file(out: Path, suffixes: tuple[str, ...], example: str, overwrite: bool, described: bool = False) -> None:
-    """Refuse a file with another suffix, without a parent folder, or that exists, unless ``overwrite``.
-
-    Where it will be ``described``, the description beside it must not exist either.
-    """
+    """Refuse another suffix, a missing folder and, unless ``overwrite``, a file or description that exists already."""
     if out.is_dir():
         raise OutputError(f"{out} is a folder; give the path of a file, such as {out / example}")
     if out.suffix.lower() not in suffixes:
@@ -164,9 +160,8 @@ def check_file(out: Path, suffixes: tuple[str, ...], example: str, overwrite: bo
 def refuse_results(folder: Path) -> None:
     """Refuse the folder of a run, whose weights and description have the same names as those of an export."""
     if (folder / "report.json").is_file() or "heads" in _read_description(folder / "model.json"):
-        raise OutputError(
-            f"{folder} is a result folder of cdc-refine; give another folder, for example {folder / 'export'}"
-        )
+        example = folder / "export"
+        raise OutputError(f"{folder} is a result folder of cdc-refine; give another folder, for example {example}")
 
 
 def write_description(weights: Path, source: Source, spec: dict[str, Any], made: dict[str, Any]) -> Path:
@@ -174,14 +169,9 @@ def write_description(weights: Path, source: Source, spec: dict[str, Any], made:
     backbone = {"spec": spec, "feature_dim": source.backbone.feature_dim, **source.input_facts()}
     if source.backbone.inferred:
         backbone["inferred"] = list(source.backbone.inferred)
-    content = {
-        "format": "cdc_plugin",
-        "version": VERSION,
-        "weights": weights.name,
-        "backbone": backbone,
-        "provenance": {"exported_from": source.name, "epochs": source.epochs, **made},
-    }
-    return write_json(weights.with_suffix(".json"), content)
+    provenance = {"exported_from": source.name, "epochs": source.epochs, **made}
+    content = {"weights": weights.name, "backbone": backbone, "provenance": provenance}
+    return write_json(weights.with_suffix(".json"), {"format": "cdc_plugin", "version": VERSION, **content})
 
 
 def write_json(file: Path, content: dict[str, Any]) -> Path:

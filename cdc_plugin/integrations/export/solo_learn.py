@@ -63,33 +63,24 @@ def export_solo_learn(source: Source, out: Path, overwrite: bool) -> Export:
 
 def build_payload(source: Source) -> dict[str, Any]:
     """Return the content of a ``.ckpt``: what Lightning would save if only the backbone had been trained."""
-    return {
-        "epoch": source.epochs or 0,
-        "global_step": 0,
-        "pytorch-lightning_version": "2.1.2",  # the one that solo-learn pins
-        "state_dict": {f"backbone.{key}": value for key, value in source.weights().items()},
-        "loops": {},
-        "callbacks": {},
-        "optimizer_states": [],
-        "lr_schedulers": [],
-    }
+    version = {"pytorch-lightning_version": "2.1.2"}  # the one that solo-learn pins
+    weights = {f"backbone.{key}": value for key, value in source.weights().items()}
+    untouched: dict[str, Any] = {"loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    return {"epoch": source.epochs or 0, "global_step": 0, **version, "state_dict": weights, **untouched}
 
 
 def build_arguments(source: Source, settings: Settings) -> dict[str, Any]:
     """Return the content of ``args.json``: what solo-learn needs to build the model, and others to feed it."""
     facts = source.input_facts()
     view = {"crop_size": facts["input_size"], "num_crops": 1, "mean": facts["mean"], "std": facts["std"]}
+    classes = int(getattr(source.head, "clusters", 1))
+    crops = {"num_large_crops": 1, "num_small_crops": 0}
     return {
         "name": f"cdc-{settings.name}",
         "method": settings.method,
         "backbone": {"name": settings.name, "kwargs": settings.kwargs},
         "method_kwargs": {},
-        "data": {
-            "dataset": settings.dataset,
-            "num_classes": int(getattr(source.head, "clusters", 1)),
-            "num_large_crops": 1,
-            "num_small_crops": 0,
-        },
+        "data": {"dataset": settings.dataset, "num_classes": classes, **crops},
         "augmentations": [view],
         "optimizer": {"name": "sgd", "batch_size": 256, "lr": 0.1, "classifier_lr": 0.1, "weight_decay": 0.0},
         "scheduler": {"name": "none"},

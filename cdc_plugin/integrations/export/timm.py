@@ -43,24 +43,15 @@ def build_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:
     network: Any = build(spec)[0]
     facts = source.input_facts()
     side = facts["input_size"]
-    usual = dict(network.pretrained_cfg)
+    images = {"input_size": [3, side, side], "mean": facts["mean"], "std": facts["std"]}
+    crop = {"interpolation": "bilinear", "crop_pct": side / storage_size(side), "crop_mode": "center"}  # of plain views
+    kept = {key: network.pretrained_cfg[key] for key in KEPT if network.pretrained_cfg.get(key) is not None}
     return {
         "architecture": spec["name"],
         "num_classes": 0,
         "num_features": source.backbone.feature_dim,
         "model_args": {**spec.get("kwargs", {}), "num_classes": 0},
-        "pretrained_cfg": {
-            "tag": "cdc",
-            "custom_load": False,
-            "input_size": [3, side, side],
-            "mean": facts["mean"],
-            "std": facts["std"],
-            "num_classes": 0,
-            "interpolation": "bilinear",
-            "crop_pct": side / storage_size(side),  # the crop of plain views
-            "crop_mode": "center",
-            **{key: usual[key] for key in KEPT if usual.get(key) is not None},
-        },
+        "pretrained_cfg": {"tag": "cdc", "custom_load": False, **images, "num_classes": 0, **crop, **kept},
     }
 
 

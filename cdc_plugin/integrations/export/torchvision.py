@@ -25,7 +25,6 @@ RESNETS = {
     ("bottleneck", 3, 4, 6, 3, 1, 128): "wide_resnet50_2",
     ("bottleneck", 3, 4, 23, 3, 1, 128): "wide_resnet101_2",
 }
-WIDTHS = [64, 128, 256, 512]
 
 
 def export_torchvision(source: Source, out: Path, overwrite: bool) -> Export:
@@ -48,7 +47,7 @@ def find_torchvision_name(spec: dict[str, Any]) -> str | None:
     """Return torchvision's name for the network of a spec, apart from its stem; None if it has none."""
     if spec["family"] == "torchvision":
         return str(spec["name"])
-    if list(spec["widths"]) != WIDTHS or spec.get("stem", {}).get("width", 64) != 64:
+    if list(spec["widths"]) != [64, 128, 256, 512] or spec.get("stem", {}).get("width", 64) != 64:
         return None
     shape = (spec["block"], *spec["depths"], spec.get("groups", 1), spec.get("width_per_group", 64))
     return RESNETS.get(shape)
@@ -56,8 +55,11 @@ def find_torchvision_name(spec: dict[str, Any]) -> str | None:
 
 def write_loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str, ...]:
     """Return the lines of Python that build torchvision's network, adapt it, and load the weights strictly."""
-    kwargs = "".join(f", {key}={value!r}" for key, value in _kwargs(name, spec).items())
-    lines = ["import torch, torchvision", f'model = torchvision.models.get_model("{name}"{kwargs})']
+    kwargs = dict(spec.get("kwargs", {}))
+    if name in ("googlenet", "inception_v3"):  # they have auxiliary classifiers, which features do not need
+        kwargs = {"init_weights": False, "aux_logits": False, **kwargs}
+    words = "".join(f", {key}={value!r}" for key, value in kwargs.items())
+    lines = ["import torch, torchvision", f'model = torchvision.models.get_model("{name}"{words})']
     if spec["family"] == "resnet":
         stem = STEM | dict(spec.get("stem", {}))
         sizes = f"{stem['kernel']}, stride={stem['stride']}, padding={stem['padding']}"
@@ -65,26 +67,15 @@ def write_loading_code(name: str, spec: dict[str, Any], file: Path) -> tuple[str
             lines.append(f"model.conv1 = torch.nn.Conv2d(3, 64, {sizes}, bias=False)")
         if not stem["pool"]:
             lines.append("model.maxpool = torch.nn.Identity()")
-        lines.append("model.fc = torch.nn.Identity()")
+        classifier = "fc"
     else:
-        lines.append(f"model.{_classifier(spec)} = torch.nn.Identity()")
-    lines.append(f'model.load_state_dict(torch.load("{file}"))')
+        from torchvision import models
+
+        with torch.device("meta"):
+            network = models.get_model(name, weights=None, **kwargs)
+        classifier = [path for path, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
+    lines += [f"model.{classifier} = torch.nn.Identity()", f'model.load_state_dict(torch.load("{file}"))']
     return tuple(lines)
-
-
-def _kwargs(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of the constructor; two networks have auxiliary classifiers that features do not need."""
-    extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
-    return extra | dict(spec.get("kwargs", {}))
-
-
-def _classifier(spec: dict[str, Any]) -> str:
-    """Return the path of the linear layer that the identity replaces."""
-    from torchvision import models
-
-    with torch.device("meta"):
-        network = models.get_model(spec["name"], weights=None, **_kwargs(spec["name"], spec))
-    return [path for path, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)][-1]
 
 
 def _candidates(source: Source) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """The model card of an export for the Hugging Face hub: what the model is, and what its figures mean.
 
-Figures that needed ground truth are kept apart from those that did not. Only names of files are published, never the
-folders they are in: the card is for others.
+Figures that needed ground truth are kept apart. Of files only the names are published: the card is for others.
 """
 
 from collections.abc import Mapping
@@ -22,13 +21,11 @@ def render_card(description: Mapping[str, Any], report: Mapping[str, Any]) -> st
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # escaped by _escape, for Markdown
     environment.filters |= {"cell": _escape, "percent": _format_percent}
-    backbone, clusters = description["backbone"], description["heads"]["clusters"]
-    provenance = strip_folders(description.get("provenance") or {})
-    data = strip_folders(report).get("data") or provenance.get("data")
+    backbone, provenance = description["backbone"], strip_folders(description.get("provenance") or {})
     facts = {
-        "data": data,
+        "data": strip_folders(report).get("data") or provenance.get("data"),
         "images": report.get("images"),
-        "clusters": clusters,
+        "clusters": description["heads"]["clusters"],
         "backbone": provenance.get("backbone"),
         "network": describe(backbone["spec"]),
         "input": f"RGB, {backbone['input_size']} px, mean {backbone['mean']}, std {backbone['std']}",
@@ -37,18 +34,11 @@ def render_card(description: Mapping[str, Any], report: Mapping[str, Any]) -> st
     }
     heads = report.get("after") if report.get("labels") else None
     measured = {name: head for name, head in (heads or {}).items() if head.get("ACC") is not None}
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        library=LIBRARY,
-        pipeline=PIPELINE,
-        tags=TAGS,
-        data=data,
-        clusters=clusters,
-        side=backbone["input_size"],
-        facts=facts,
-        label_free=report.get("label_free") or {},
-        columns=[name for name in MEASURED if any(head.get(name) is not None for head in measured.values())],
-        measured=measured,
-    )
+    columns = [name for name in MEASURED if any(head.get(name) is not None for head in measured.values())]
+    figures = {"label_free": report.get("label_free") or {}, "columns": columns, "measured": measured}
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    hub = {"library": LIBRARY, "pipeline": PIPELINE, "tags": TAGS}
+    return template.render(hub=hub, facts=facts, side=backbone["input_size"], **figures)
 
 
 def strip_folders(facts: Mapping[str, Any]) -> dict[str, Any]:
