@@ -127,13 +127,22 @@ def test_result_folder_gives_its_backbone_and_states_its_input(tmp_path):
     assert "clustering_head.w" in tensors
 
 
+FACTS = {"spec": SPEC, "feature_dim": 16, "mean": [0.5] * 3, "std": [0.5] * 3, "input_size": 32}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"version": 2}, "upgrade"),
         ({"format": "other"}, "not a result of cdc-refine"),
         ({"backbone": {"spec": SPEC}}, "feature_dim, mean, std, input_size"),
-        ({"backbone": dict.fromkeys(("spec", "feature_dim", "mean", "std", "input_size"))}, "user's own class"),
+        ({"backbone": FACTS | {"spec": None}}, "user's own class"),
+        *(
+            ({"backbone": FACTS | {"mean": bad}}, "mean takes 3 numbers")
+            for bad in (None, "abc", [[1], 2, 3], [1e9] * 3)
+        ),
+        *(({"backbone": FACTS | {"input_size": bad}}, "input_size") for bad in ("32", -1, 3.5, 10**9)),
+        ({"backbone": FACTS | {"feature_dim": 10**12}}, "feature_dim"),
     ],
 )
 def test_result_folder_with_a_strange_description_is_refused(tmp_path, changes, words):
