@@ -55,6 +55,8 @@ def read_recipe(path: Path) -> dict[Any, Any]:
         if path.stat().st_size > LARGEST_RECIPE:
             raise ConfigError(f"recipe {path} has more than {LARGEST_RECIPE // 1000} kB; give a file of settings")
         text = path.read_text(encoding="utf-8")
+        if text.count("[") + text.count("{") > 1000:  # which take YAML's reader minutes
+            raise ConfigError(f"recipe {path} is nested beyond reason; give a file of settings")
         # Each use of an anchor is a copy, and copies of copies fill any memory.
         if any(isinstance(token, yaml.AnchorToken | yaml.AliasToken) for token in yaml.scan(text, yaml.SafeLoader)):
             raise ConfigError(

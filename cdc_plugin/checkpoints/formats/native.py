@@ -108,6 +108,9 @@ def _check_description(description: Any, file: Path) -> None:
         values = backbone[name]
         if not (isinstance(values, list) and len(values) == 3 and all(_is_number(value) for value in values)):
             raise CheckpointError(f"{file}: {name} takes 3 numbers, found {shorten(values)}; was it edited by hand?")
+    inferred = backbone.get("inferred", [])
+    if not isinstance(inferred, list) or not all(isinstance(name, str) for name in inferred):
+        raise CheckpointError(f"{file}: inferred is a list of names, found {shorten(inferred)}; was it edited by hand?")
     for name in ("input_size", "feature_dim"):
         if type(backbone[name]) is not int or not 0 < backbone[name] < 1_000_000:
             raise CheckpointError(

@@ -143,6 +143,7 @@ FACTS = {"spec": SPEC, "feature_dim": 16, "mean": [0.5] * 3, "std": [0.5] * 3, "
         ),
         *(({"backbone": FACTS | {"input_size": bad}}, "input_size") for bad in ("32", -1, 3.5, 10**9)),
         ({"backbone": FACTS | {"feature_dim": 10**12}}, "feature_dim"),
+        ({"backbone": FACTS | {"inferred": 5}}, "inferred"),
     ],
 )
 def test_result_folder_with_a_strange_description_is_refused(tmp_path, changes, words):

@@ -153,7 +153,7 @@ def test_a_word_that_cannot_be_used_is_refused_in_a_short_line_that_tells_nothin
     [
         "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)),
         "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40)),
-        *("labels: !!bool maybe", "epochs: !!python/object/apply:os.getcwd []", "[" * 50_000, "a: " + "{a: " * 5000),
+        *("labels: !!bool maybe", "epochs: !!python/object/apply:os.getcwd []", "[" * 150_000, "a: " + "{a: " * 5000),
         *("selection: ${oc.env:HOME}", "epochs: ???", "epochs: ${epochs", "# " + "x" * 300_000, "epochs: 1\0"),
     ],
     ids=lambda text: text[:20],
