@@ -144,14 +144,14 @@ def refuse(capsys):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
-    """Undo what a command does to the log."""
+    """Undo what a command does to the log, in this test or in a fixture: its handler writes to a stream that is closed."""
     log = logging.getLogger("cdc_plugin")
-    handlers, level = list(log.handlers), log.level
+    log.handlers.clear()
     yield
-    log.handlers[:] = handlers
-    log.setLevel(level)
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

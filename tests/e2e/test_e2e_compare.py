@@ -68,7 +68,6 @@ def test_two_sets_of_images_stand_in_one_table(tiny_checkpoint, images, digits, 
         (["--demo", "--methods", "cdc", "hiden=3"], "did you mean hidden?"),
     ],
 )
-@pytest.mark.usefixtures("_log_as_before")
 def test_mistakes_cost_one_line_and_leave_nothing_behind(words, expected, refuse, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert expected in refuse("compare", *words, "--quiet")

@@ -87,7 +87,6 @@ def test_unread_images_are_counted():
     assert found == ["1 image could not be read; report.json names it"]
 
 
-@pytest.mark.usefixtures("_log_as_before")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

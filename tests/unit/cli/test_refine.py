@@ -8,9 +8,6 @@ from cdc_plugin.evaluation.records import Report
 QUICK = ["hidden=16", "batch_size=40", "sub_batch_size=20", "mini_clusters=10", "--device", "cpu", "--quiet"]
 
 
-pytestmark = pytest.mark.usefixtures("_log_as_before")
-
-
 @pytest.fixture
 def photos(tmp_path, digits, write_images):
     return write_images(tmp_path / "photos", digits[0][:30])
