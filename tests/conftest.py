@@ -146,7 +146,7 @@ def refuse(capsys):
 
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
-    """Undo what a command does to the log, in this test or in a fixture: its handler writes to a stream that is closed."""
+    """Undo what a command does to the log, here or in a fixture: its handler writes to a stream that pytest closes."""
     log = logging.getLogger("cdc_plugin")
     log.handlers.clear()
     yield
