@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant("old heads swapped", "models/initialise.py", "for head in (heads[0], heads[-1])", "for head in (heads[-1], heads[0])", "models/test_initialise.py"),
     Mutant("worst match of numbers", "models/initialise.py", "linear_sum_assignment(counts, maximize=True)", "linear_sum_assignment(counts)", "models/test_initialise.py"),
     Mutant("old numbers ignored", "models/initialise.py", "if old_probs is not None:", "if False:", "models/test_initialise.py"),
-    Mutant("an old head of another size is kept", "config/resolve.py", '"keep" if sizes == {clusters} else', '"keep" if sizes else', "models/test_initialise.py"),
+    Mutant("an old head of another size is kept", "config/resolve.py", '"keep" if sizes == {clusters} else', '"keep" if sizes else', "config/test_resolve.py"),
     Mutant("cosine of raw centres", "models/heads.py", "F.normalize(self.centers, dim=1).T", "self.centers.T", "models/test_initialise.py"),
     Mutant("temperature ignored", "models/heads.py", ".T / self.temperature", ".T", "models/test_initialise.py"),
     # Training (Algorithm 1)

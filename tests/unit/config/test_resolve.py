@@ -2,7 +2,7 @@
 
 import pytest
 
-from cdc_plugin.config.resolve import Facts, batch_sizes, count_sub_batches, resolve
+from cdc_plugin.config.resolve import Facts, batch_sizes, choose_init, count_sub_batches, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.errors import ConfigError, UserError
 
@@ -114,3 +114,10 @@ def test_heads_are_kept_where_they_fit_and_say_how_many_clusters_there_are(init,
 def test_a_start_that_cannot_be_made_is_refused_in_the_words_of_python(request_, heads, words):
     with pytest.raises(ConfigError, match=words):
         resolve(request_, facts(300, 32, head_clusters=heads))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "init"), [([10], "keep"), ([10, 10], "keep"), ([12], "prototypes"), ([], "prototypes")]
+)
+def test_old_heads_are_kept_only_where_they_have_the_right_size(sizes, init):
+    assert choose_init(None, sizes, 10) == init
