@@ -71,10 +71,15 @@ def check_arguments(arguments: Any) -> None:
             allowed = ARGUMENTS.get(name, ())
             values = value if isinstance(value, list | tuple) and 0 < len(value) <= 8 else [value]
             if not allowed or not all(_is_allowed(item, allowed) for item in values):
-                known = (
-                    f"of a network lies within {', '.join(map(repr, allowed))}" if allowed else "is of no network here"
-                )
-                raise CheckpointError(f"the argument {shorten(name)} {known}; found {shorten(value)}")
+                raise CheckpointError(f"{_describe_argument(name, allowed)}; found {shorten(value)}")
+
+
+def _describe_argument(name: Any, allowed: tuple[Any, ...]) -> str:
+    if not allowed:
+        return f"a network takes no argument {shorten(name)} here"
+    if isinstance(allowed[0], bool | str):
+        return f"the network argument {shorten(name)} is one of {', '.join(map(repr, allowed))}"
+    return f"the network argument {shorten(name)} lies between {allowed[0]} and {allowed[1]}"
 
 
 def _is_allowed(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -105,7 +105,7 @@ def check_key(value: Any) -> Any:
     parts, largest = (value, 2**32) if isinstance(value, tuple) else ((value,), 2**61 - 1)
     kinds = SIMPLE_KEYS if isinstance(value, tuple) else (*SIMPLE_KEYS, float)
     if not all(isinstance(part, kinds) and not (isinstance(part, int) and abs(part) >= largest) for part in parts):
-        raise UnpicklingError(f"a {type(value).__name__} is used as a key")
+        raise UnpicklingError(f"a value of type {type(value).__name__} is used as a key")
     return value
 
 
