@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdc_plugin.checkpoints.formats._vit import rename_vit
 from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm.index import names_like
@@ -21,8 +22,8 @@ from cdc_plugin.errors import CheckpointError, option
 WRAPPER_PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # What stands beside a backbone under no prefix of its own, and serves the pretraining only.
 COMPANIONS = re.compile(
-    r"(projection_head|prediction_head|projector|predictor|prototypes|decoder\w*|mask_token|queue|queue_ptr"
-    r"|contrastive_head|criterion)(\.|$)"
+    r"(projection_head|prediction_head|projector|predictor|prototypes|decoder\w*|mask_token|masked_embed|patch_masking"
+    r"|queue|queue_ptr|contrastive_head|criterion)(\.|$)"
 )
 AVERAGE_WORDS, STUDENT_WORDS = "momentum|teacher|target|ema|key|k|m", "student|online|query|anchor|q"
 MOMENTUM = re.compile(rf"(^|[._])({AVERAGE_WORDS})([._]|$)")
@@ -49,8 +50,8 @@ def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def backbone_part(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """Return the weights below a prefix without those that only the pretraining needs."""
-    return {key: value for key, value in strip_prefix(state, prefix).items() if not COMPANIONS.match(key)}
+    """Return the weights below a prefix without those of pretraining alone, a transformer's under timm's names."""
+    return rename_vit({key: value for key, value in strip_prefix(state, prefix).items() if not COMPANIONS.match(key)})
 
 
 def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
@@ -65,7 +66,8 @@ def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
         if CANDIDATES.keys() & part.keys() or is_resnet(rename_resnet(part)[0]) or names_like(part):
             found.append(prefix)
     roles = {_without_role(prefix) for prefix in found}
-    return found + [p for p in prefixes if p and p not in found and _without_role(p) in roles]
+    others = [p for p in prefixes if p and not any(inner.startswith(p) for inner in found)]
+    return found + [p for p in others if _without_role(p) in roles]
 
 
 def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:

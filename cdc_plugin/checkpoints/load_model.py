@@ -7,12 +7,16 @@ from torch import nn
 
 from cdc_plugin.checkpoints.formats import native
 from cdc_plugin.checkpoints.load import Loaded, Wanted, load_checkpoint
+from cdc_plugin.checkpoints.read import find_run
 from cdc_plugin.checkpoints.weights import load_strictly, strip_prefix
+from cdc_plugin.core.torch_defaults import torch_defaults
+from cdc_plugin.data.side import read_side
 from cdc_plugin.errors import CheckpointError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 
 
+@torch_defaults()
 def load_model(
     path: str | Path,
     module: nn.Module | None = None,
@@ -29,6 +33,7 @@ def load_model(
             used nor changed.
         format, arch, head, clusters: for checkpoints of other methods, where the file does not state them.
     """
+    path = find_run(path)
     if module is None and Path(path).exists() and not is_result(Path(path)):
         return build_clusterer(load_checkpoint(path, format, Wanted(arch, head=head, clusters=clusters)), path)
     description, tensors = native.read_native(path)
@@ -37,7 +42,7 @@ def load_model(
     else:
         network = copy.deepcopy(module.module if isinstance(module, Backbone) else module)
         load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
-        backbone = Backbone(network, **description["backbone"])
+        backbone = Backbone(network, **read_side(description["backbone"]))
     heads = native.rebuild_heads(description, tensors, backbone.feature_dim, str(path))
     return Clusterer(backbone, *heads, native.rebuild_prototypes(tensors, backbone.feature_dim, str(path))).eval()
 

@@ -1,43 +1,58 @@
 """Find the checkpoint that a path means, open it without running anything inside it, and find the weights it holds.
 
 A run folder holds many checkpoints. The latest is meant: the one called last, else the one with the highest number
-(epoch, then step), if the names differ in their numbers alone. Sub-folders are searched where the folder has none.
+(epoch, then step), if the names differ in their numbers alone. Sub-folders are searched for the only run in them.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import itertools
 import json
+import logging
+import math
+import os
 import re
-import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.checkpoints.safe_pickle.containers import names_in_tar, read_archive, read_legacy
+from cdc_plugin.checkpoints.safe_pickle.containers import read_archive, read_legacy
 from cdc_plugin.checkpoints.safe_pickle.machine import Refused
 from cdc_plugin.checkpoints.safe_pickle.names import InertRecord
 from cdc_plugin.checkpoints.weights import strip_prefix
+from cdc_plugin.data.atomic import has_content
+from cdc_plugin.data.sources.shards import COMPRESSED_MAGIC
 from cdc_plugin.errors import CheckpointError, UserError, option
 
+log = logging.getLogger("cdc_plugin")
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
-SIDECARS = ("config.json", "args.json", "model.json", "args.yaml", "hparams.yaml")
+HUB_SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json")
+SIDECARS = (*HUB_SETTINGS, "args.json", "model.json", "args.yaml", "hparams.yaml")
 # What a training run writes once, above the folder of its checkpoints.
 MOST_TENSORS = 50_000  # the largest networks have some thousand
+MOST_VALUES = 100_000  # of settings beside a checkpoint
 RUN_SIDECARS = ("args.json", "args.yaml", "hparams.yaml")
+DEEPEST_YAML = 100
 SIDECAR_LIMITS = {".json": 1_000_000, ".yaml": 100_000}  # bytes; reading YAML is slow
 # A run that has both keeps more facts in its checkpoints than in what it exports.
 RUN_FOLDERS = ("checkpoints", "exported_models")
-LEVELS = 3  # lightning_logs/version_0/checkpoints
+DEEPEST_MODULE = 20
+LEVELS, MOST_FOLDERS = 4, 2000  # that are searched: cells/SET/METHOD/SEED of a comparison
+NAMED = 5  # runs that an error lists
 # Where training scripts keep the weights, most specific first; moving averages ("model_ema") are the formats' matter.
 WRAPPERS = (
     *("state_dict", "model_state_dict", "model", "teacher", "student", "net", "network", "module"),
     *("eval_model", "train_model", "phi1"),  # FixMatch's average and network; TURTLE's first task head
+    *("classy_state_dict", "base_model", "trunk"),  # VISSL's, one inside the other
+    "target_encoder",  # I-JEPA's, the one that is evaluated
 )
 DATA_PARALLEL_PREFIXES = ("module.", "_orig_mod.")
 # Code that belongs to networks; a user who trusts the file may open it.
@@ -71,16 +86,13 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     payload = _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
     if isinstance(payload, Mapping) and {"refiner", "digest"} <= payload.keys():
         raise CheckpointError(
-            f"{file} is the state of an unfinished run, not its model; cdc-refine --resume --out {file.parent} "
-            f"finishes an unfinished run, which is then given as {file.parent}"
+            f"{file} is the state of an unfinished run, not its model; finish it first: "
+            f"cdc-refine --resume --out {quote(str(file.parent))}; its model is then {file.parent}"
         )
     state = find_state_dict(payload, file.name)
-    if len(state) > MOST_TENSORS:
-        raise CheckpointError(
-            f"{file} holds {len(state):,} tensors; expected the at most {MOST_TENSORS:,} of a network"
-        )
+    _refuse_many(len(state), file)
     check_finite(state, file.name)
-    return Checkpoint(file, payload, read_sidecars(file), state)
+    return Checkpoint(file, payload, read_sidecars(file, _warn_once), state)
 
 
 def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, Tensor]:
@@ -105,9 +117,9 @@ def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, T
 def locate(path: Path) -> Path:
     """Return the checkpoint file that a path means, which may be the folder of a run."""
     if path.is_dir():
-        return _latest_in(path)
+        return _latest_in(_enter_run(path))
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint {path}{_describe_folder(path)}")
+        raise CheckpointError(f"there is no checkpoint {path}{_find_published(path) or _describe_folder(path)}")
     if not path.is_file():
         raise CheckpointError(f"expected a checkpoint file, but {path} is not a file; check the path")
     if path.stat().st_size == 0:
@@ -115,27 +127,54 @@ def locate(path: Path) -> Path:
     return path
 
 
-def read_sidecars(file: Path) -> dict[str, Any]:
+def find_run(path: str | Path) -> str | Path:
+    """Return the only run in a folder, and say so; anything else is returned as it is."""
+    folder = Path(os.path.expanduser(path))
+    run = _enter_run(folder) if folder.is_dir() else folder
+    if run == folder:
+        return path
+    log.warning("%s: taking %s, the only run in it", path, run)
+    return run
+
+
+def _enter_run(path: Path) -> Path:
+    """Return the folder of the only run in a folder, which may be itself; refuse a folder that holds several."""
+    left = [MOST_FOLDERS]
+    runs = list({run.resolve(): run for run in _find_runs(path, left)}.values())
+    if not left[0]:
+        raise CheckpointError(f"{path} holds too many folders to search for a run; give the folder of the run")
+    if len(runs) < 2:
+        return runs[0] if runs else path
+    runs.sort(key=lambda run: max(p.stat().st_mtime for p in _checkpoints_of(run)), reverse=True)
+    unfinished = [run for run in runs if (run / "config.yaml").is_file() and not _is_result(run)]  # of this package
+    texts = [f"{run}{' (unfinished)' if run in unfinished else ''}" for run in runs]
+    more = f" and {len(runs) - NAMED} more" if len(runs) > NAMED else ""
+    raise CheckpointError(
+        f"{path} holds {len(runs)} runs; give one of them, newest first: {', '.join(texts[:NAMED])}{more}"
+    )
+
+
+def read_sidecars(file: Path, report: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Return the settings beside a checkpoint, or those of its run one folder up, by file name."""
     found: dict[str, Any] = {}
     names = (*SIDECARS, f"{file.stem}.json")
     places = [file.parent / name for name in names] + [file.parent.parent / name for name in RUN_SIDECARS]
     for beside in places:
-        if beside.name in found or not beside.is_file() or beside.stat().st_size > SIDECAR_LIMITS[beside.suffix]:
+        if beside.name in found or not has_content(beside) or beside.stat().st_size > SIDECAR_LIMITS[beside.suffix]:
             continue
         try:
             found[beside.name] = _parse_sidecar(beside)
-        except (ValueError, RecursionError, OSError):
-            continue  # another tool's file; a format that needs it reports it as missing
+        except (ValueError, RecursionError, OSError) as error:  # it may be another tool's
+            report(f"{beside} cannot be read ({_brief(error)}), so nothing is taken from it")
     return found
 
 
 def read_run_args(path: str | Path) -> tuple[Any, Path]:
     """Return the ``args.json`` of the run that a checkpoint or folder belongs to, None without one, and its folder."""
-    start = Path(path).expanduser()
+    start = Path(os.path.expanduser(path))
     try:
         # In the folder or beside the file; else beside the checkpoint that is found below the folder.
-        beside = (file for file in (start / "checkpoint", start) if file.with_name("args.json").is_file())
+        beside = (file for file in (start / "checkpoint", start) if (file.parent / "args.json").is_file())
         file = next(beside, None) or locate(start)
         return read_sidecars(file).get("args.json"), file.parent.resolve()
     except (OSError, UserError):  # reading the weights will report it
@@ -147,7 +186,11 @@ def check_finite(state: Mapping[str, Tensor], source: str) -> None:
     spans = {}
     for key, value in state.items():
         if value.is_floating_point() and value.numel():
-            low, high = torch.aminmax(value.float() if value.itemsize == 1 else value.detach())
+            try:
+                low, high = torch.aminmax(value.float() if value.itemsize == 1 else value.detach())
+            except NotImplementedError as error:  # packed numbers of four bits, for example
+                kind = str(value.dtype).removeprefix("torch.")
+                raise CheckpointError(f"{source} holds {key} as {kind}; expected float32 or float16") from error
             spans[key] = (float(low), float(high))
     broken = [key for key, (low, high) in spans.items() if not -LARGEST <= low <= high <= LARGEST]
     diverged = [key for key in broken if not spans[key][1] - spans[key][0] < float("inf")]
@@ -208,6 +251,22 @@ def plain(value: Any, depth: int = 0) -> Any:
     return value
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def _find_published(path: Path) -> str:
+    """Return how to type what looks like the name of published weights and not like a file."""
+    name = path.as_posix()
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not path.parent.is_dir() and not path.suffix[1:].isalpha():
+        return f"; for a repository of the hub type {option('backbone', f'hf-hub:{name}')}"
+    import timm
+
+    known = "/" not in name and timm.is_model(name.split(".")[0])
+    return f"; for weights that timm publishes type {option('backbone', f'timm:{name}')}" if known else ""
+
+
 def _describe_folder(path: Path) -> str:
     if not path.parent.is_dir():
         return f" (nor a folder {path.parent}); check the path"
@@ -217,7 +276,7 @@ def _describe_folder(path: Path) -> str:
 
 
 def _latest_in(folder: Path) -> Path:
-    inside = _checkpoints_in(folder)
+    inside = _checkpoints_of(folder)
     if not inside:
         if (folder / "model.json").is_file():
             raise CheckpointError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
@@ -230,16 +289,30 @@ def _latest_in(folder: Path) -> Path:
     return locate(chosen)
 
 
-def _checkpoints_in(folder: Path, levels: int = LEVELS) -> list[Path]:
-    entries = sorted(folder.iterdir())
-    inside = [p for p in entries if p.is_file() and p.suffix in CHECKPOINT_SUFFIXES]
-    if inside or not levels:
-        return inside
-    folders = [p for p in entries if p.is_dir() and not p.name.startswith(".")][:100]
-    for name in RUN_FOLDERS:
-        if folder / name in folders and (found := _checkpoints_in(folder / name, 0)):
-            return found
-    return [p for below in folders for p in _checkpoints_in(below, levels - 1)]
+def _checkpoints_of(run: Path) -> list[Path]:
+    """Return the checkpoints of one run: those in its folder, else in the sub-folder that its tool keeps them in."""
+    inside: list[Path] = []
+    for place in (run, *(run / name for name in RUN_FOLDERS)):
+        if not inside and place.is_dir():
+            inside = [p for p in sorted(place.iterdir()) if p.suffix in CHECKPOINT_SUFFIXES and p.is_file()]
+    return inside
+
+
+def _find_runs(folder: Path, left: list[int], levels: int = LEVELS) -> list[Path]:
+    """Return the folders that hold checkpoints, this one or those below, while folders to search are ``left``."""
+    left[0] = max(0, left[0] - 1)
+    if not left[0] or _is_result(folder):
+        return [folder] if left[0] else []
+    own = [folder] if _checkpoints_of(folder) else []
+    names = RUN_FOLDERS if own else ()
+    below = [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".") and p.name not in names]
+    found = [run for p in (below if levels else ()) for run in _find_runs(p, left, levels - 1)]
+    # Another tool keeps all sorts of files below its run; results of this package are runs of their own.
+    return [*own, *filter(_is_result, found)] if own else found
+
+
+def _is_result(folder: Path) -> bool:
+    return (folder / "model.json").is_file() and (folder / "model.safetensors").is_file()
 
 
 def _choose(checkpoints: list[Path]) -> Path | None:
@@ -260,6 +333,10 @@ def _parse_sidecar(file: Path) -> Any:
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix == ".json":
         return json.loads(text)
+    # YAML's reader looks at every open bracket again and again.
+    depths = itertools.accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(mark, 0) for mark in text)
+    if max(depths, default=0) > DEEPEST_YAML:
+        raise ValueError("its brackets are nested beyond reason")
     import yaml
 
     class DataLoader(yaml.SafeLoader):
@@ -275,9 +352,24 @@ def _parse_sidecar(file: Path) -> Any:
     DataLoader.add_multi_constructor("tag:yaml.org,2002:python/", untagged)
     DataLoader.add_multi_constructor("!", untagged)
     try:
-        return yaml.load(text, DataLoader)
-    except (yaml.YAMLError, TypeError) as error:
-        raise ValueError(str(error)) from error
+        loader = DataLoader(text)
+        node = loader.get_single_node()
+        if _count_values(node, {}) > MOST_VALUES:  # each use of an anchor is a copy, and so is what << merges
+            raise ValueError("its anchors repeat each other beyond reason")
+        return None if node is None else loader.construct_document(node)
+    except Exception as error:  # of a wrong tag: whatever the constructor of that type raises
+        raise ValueError(_brief(error)) from error
+
+
+def _count_values(node: Any, known: dict[int, float]) -> float:
+    """Return how many values a YAML node stands for, those below an anchor wherever it is used."""
+    if id(node) not in known:
+        known[id(node)] = math.inf  # until it is counted: a node that holds itself has no end
+        inside = node.value if node is not None and not isinstance(node.value, str) else ()
+        known[id(node)] = 1 + sum(
+            _count_values(each, known) for item in inside for each in (item if isinstance(item, tuple) else (item,))
+        )
+    return known[id(node)]
 
 
 def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
@@ -285,7 +377,7 @@ def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
         payload = payload.state_dict()
     if isinstance(payload, InertRecord):
         payload = payload.entries
-    if not isinstance(payload, Mapping) or depth > 3:
+    if not isinstance(payload, Mapping) or depth > 4:
         return None
     tensors = {k: v for k, v in payload.items() if isinstance(k, str) and isinstance(v, Tensor)}
     # A training payload may hold a stray tensor, a temperature say; weights are the bulk of their mapping.
@@ -305,15 +397,22 @@ def _is_safetensors(file: Path, head: bytes) -> bool:
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     try:
+        with safe_open(file, framework="pt") as opened:
+            _refuse_many(len(opened.keys()), file)
         return load_file(file, device="cpu")
     except (SafetensorError, OSError, ValueError, LookupError, AttributeError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"{file} is not a whole safetensors file ({_brief(error)}); copy or download it again"
         ) from error
+
+
+def _refuse_many(count: int, file: Path) -> None:
+    if count > MOST_TENSORS:
+        raise CheckpointError(f"{file} holds {count:,} tensors; expected the at most {MOST_TENSORS:,} of a network")
 
 
 def _read_torch(file: Path, head: bytes, trust: bool) -> Any:
@@ -352,11 +451,13 @@ def _read_inert(file: Path, head: bytes) -> Any:
         raise CheckpointError(f"{file} is a Git LFS pointer, not the checkpoint; type: git lfs pull")
     if archive:
         _refuse_other_archives(file)
-    elif tarfile.is_tarfile(file):
-        names_in_tar(file)
-        raise CheckpointError(f"{file} is a tar archive, not a checkpoint; unpack it and give the file inside")
+    elif head[257:262] == b"ustar" or head.startswith(COMPRESSED_MAGIC):  # never unpacked: its content may have no end
+        kind = "a tar archive" if head[257:262] == b"ustar" else "compressed"
+        raise CheckpointError(f"{file} is {kind}, not a checkpoint; unpack it and give the file inside")
     try:
-        return read_archive(file) if archive else read_legacy(file)
+        payload = read_archive(file) if archive else read_legacy(file)
+        scripted = isinstance(payload, InertRecord) and payload.name.startswith("__torch__.")
+        return {"state_dict": read_script(payload)} if scripted else payload
     except Refused:
         raise
     except Exception as error:  # damage shows itself in many ways, and all of them end here
@@ -368,6 +469,19 @@ def _read_inert(file: Path, head: bytes) -> Any:
         raise CheckpointError(f"{file} is damaged or cut short ({_brief(error)}); copy or download it again") from error
 
 
+def read_script(module: InertRecord, prefix: str = "", seen: set[int] | None = None) -> dict[str, Tensor]:
+    """Return the named weights of a TorchScript archive; its code is not run, and not even read."""
+    seen = set() if seen is None else seen
+    seen.add(id(module))
+    state: dict[str, Tensor] = {}
+    for name, value in module.fields.items():
+        if isinstance(value, Tensor) and name != "attn_mask":  # which is no weight, but minus infinity
+            state[f"{prefix}{name}"] = value
+        elif isinstance(value, InertRecord) and id(value) not in seen and prefix.count(".") < DEEPEST_MODULE:
+            state |= read_script(value, f"{prefix}{name}.", seen)
+    return state
+
+
 def _refuse_other_archives(file: Path) -> None:
     try:
         with zipfile.ZipFile(file) as opened:
@@ -375,8 +489,6 @@ def _refuse_other_archives(file: Path) -> None:
     except Exception as error:  # a damaged directory shows itself in many ways
         size = file.stat().st_size
         raise CheckpointError(f"{file} is damaged or cut short ({size} bytes); copy or download it again") from error
-    if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
-        raise CheckpointError(f"{file} is a TorchScript archive, that is code: refused; save a state_dict")
     if not any(name.endswith("data.pkl") for name in names):
         raise CheckpointError(f"{file} is a zip archive, not a checkpoint; unpack it and give the file inside")
 

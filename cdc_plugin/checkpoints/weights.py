@@ -107,7 +107,9 @@ def nearest(key: str, others: Sequence[str]) -> str | None:
 
 def _copy_weights(network: nn.Module, state: Mapping[str, Tensor]) -> None:
     wanted = network.state_dict()
-    network.load_state_dict({key: state[key].to(wanted[key].dtype) for key in wanted if key in state}, strict=False)
+    given = type(wanted)((key, state[key].to(wanted[key].dtype)) for key in wanted if key in state)
+    given._metadata = wanted._metadata  # type: ignore[attr-defined]  # the version of its names, which MNASNet asks for
+    network.load_state_dict(given, strict=False)
 
 
 def _mismatch(found: Differences, network: nn.Module, state: Mapping[str, Tensor], source: str) -> WeightsMismatchError:

@@ -2,24 +2,30 @@
 
 import contextlib
 import difflib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from cdc_plugin.config.schema import LARGEST_SIDE
 from cdc_plugin.errors import CheckpointError, shorten
+from cdc_plugin.models.networks.features import build_features
 from cdc_plugin.models.networks.poolformer import build_poolformer
 from cdc_plugin.models.networks.wide_resnet import build_fixmatch_wrn, build_wide_resnet
 
 STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
 # What a file may ask of a network, with the numbers or words it may ask for: never a path, a class or an absurd size.
-SIDE, COUNT, WIDTH, SMALL = (1, 8192), (1, 500), (1, 65_536), (1, 64)
-FLAGS = ("class_token", "no_embed_class", "dynamic_img_size", "strict_img_size", "qkv_bias", "qk_norm", "pre_norm")
+SIDE, COUNT, WIDTH, SMALL = (1, LARGEST_SIDE), (1, 200), (1, 65_536), (1, 64)
+FLAGS = (
+    *("class_token", "no_embed_class", "dynamic_img_size", "strict_img_size", "qkv_bias", "qk_norm", "pre_norm"),
+    *("fc_norm", "use_fc_norm"),
+)
 ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("img_size", "image_size"), SIDE),
     **dict.fromkeys(("depth", "depths", "num_heads", "num_layers", "layers"), COUNT),
-    **dict.fromkeys(("embed_dim", "hidden_dim", "mlp_dim", "widths", "width", "dims"), WIDTH),
+    **dict.fromkeys(("embed_dim", "hidden_dim", "mlp_dim", "widths", "width", "dims", "spaces"), WIDTH),
     **dict.fromkeys(
         ("patch_size", "window_size", "kernel", "pool_kernel", "stride", "strides", "first_stride", "widen"), SMALL
     ),
@@ -27,9 +33,14 @@ ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("groups", "width_per_group"), (1, 4096)),
     **dict.fromkeys(("drop_rate", "attn_drop_rate", "proj_drop_rate", "pos_drop_rate", "drop_path_rate"), (0.0, 1.0)),
     **dict.fromkeys(("mlp_ratio", "init_values", "layer_scale_init_value", "ls_init_value"), (0.0, 64.0)),
-    **dict.fromkeys((*FLAGS, "fc_norm", "relu", "use_grn", "conv_mlp", "ape", "patch_norm"), (False, True)),
+    **dict.fromkeys((*FLAGS, "head_norm_first", "relu", "use_grn", "conv_mlp", "ape", "patch_norm"), (False, True)),
     "pool": (0, 64),  # whether a stem has one, or the side of poolformer's
     "in_chans": (3, 3),
+    "num_reg_tokens": (0, 64),
+    "pretrained_window_sizes": (0, 64),
+    "projection": WIDTH,
+    "rope_temperature": (1.0, 1e6),
+    **dict.fromkeys(("eps", "final_eps"), (0.0, 0.1)),
     "block": ("basic", "bottleneck"),
     "global_pool": ("", "token", "avg", "avgmax", "max", "map", "fast", "catavgmax"),
     "act_layer": ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "swish", "hard_swish", "mish"),
@@ -56,6 +67,8 @@ def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     except KeyError as error:
         missing = shorten(error.args[0])
         raise CheckpointError(f"a backbone spec of family {family!r} needs {missing}: {shorten(dict(spec))}") from error
+    except NotImplementedError:
+        raise
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise CheckpointError(f"cannot build a network from {shorten(dict(spec))}: {shorten(str(error))}") from error
 
@@ -97,6 +110,8 @@ def describe(spec: Mapping[str, Any] | None) -> str:
     """
     if spec is None:
         return "a network of the user's own class"
+    if spec["family"] == "features":
+        return f"features of {' + '.join(map(str, spec['spaces']))} numbers"
     if spec["family"] != "resnet":
         extra = ", ".join(f"{key}={value}" for key, value in (spec.get("kwargs") or {}).items())
         return f"{spec['family']} {spec.get('name', '')}".strip() + (f" ({extra})" if extra else "")
@@ -145,7 +160,7 @@ def build_resnet(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
 
 
 def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
-    """Return a timm model by name, without its classifier."""
+    """Return a timm model by name, without its classifier, perhaps with other epsilons or a projection."""
     import timm
 
     name, kwargs = spec["name"], dict(spec.get("kwargs", {}))
@@ -154,7 +169,40 @@ def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
         raise CheckpointError(f"timm has no model {name!r}{near}; timm.list_models() lists them all")
     with _explain_failure(f"timm could not build {name!r} with {kwargs}"):
         network = timm.create_model(name, pretrained=False, num_classes=0, **kwargs)
-    return network, timm_features(network)
+    norms = [layer for layer in network.modules() if isinstance(layer, nn.LayerNorm)]
+    for layer in norms if "eps" in spec else norms[-1:] if "final_eps" in spec else ():
+        layer.eps = spec.get("eps", spec.get("final_eps"))
+    features = timm_features(network)
+    if "projection" not in spec:
+        return network, features
+    if hasattr(network.head, "proj"):  # of an attention pool
+        network.head.proj = nn.Linear(features, spec["projection"])
+    else:
+        network.head = nn.Linear(features, spec["projection"], bias=False)
+    return network, spec["projection"]
+
+
+class MapMean(nn.Module):
+    """A timm network that gives the mean of its last feature map, or of its patch tokens, instead of its head."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        network.prune_intermediate_layers(1, prune_norm=False, prune_head=True)
+        self.network = network
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        maps: list[torch.Tensor] = self.network.forward_intermediates(images, 1, norm=True, intermediates_only=True)
+        return maps[-1].mean(dim=(2, 3))
+
+
+def build_map(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """Return a network of timm, or torchvision's ConvNeXt, that gives the mean of its last feature map, headless."""
+    if spec["family"] == "timm_map":
+        network: Any = build_timm(spec)[0]
+        return MapMean(network), int(network.feature_info[-1]["num_chs"])
+    network, features = build_torchvision(spec)
+    network.classifier = nn.Flatten(1)
+    return network, features
 
 
 def build_torchvision(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
@@ -205,13 +253,28 @@ def build_twice_normed_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     return network, features
 
 
+def build_conv_stem_vit(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """Return a timm ViT whose patches are embedded by four convolutions of stride 2 and a linear one: MoCo v3's."""
+    network, features = build_timm(spec)
+    widths = [3, *(features // 8 * 2**stage for stage in range(4))]
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+    embedding: Any = network.patch_embed
+    embedding.proj = nn.Sequential(*layers, nn.Conv2d(widths[-1], features, 1))
+    return network, features
+
+
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], tuple[nn.Module, int]]] = {
     "resnet": build_resnet,
     "resnet_linear": build_resnet_linear,
     "timm": build_timm,
     "torchvision": build_torchvision,
+    **dict.fromkeys(("timm_map", "torchvision_map"), build_map),
     "torchvision_vit": build_torchvision_vit,
     "twice_normed_vit": build_twice_normed_vit,
+    "conv_stem_vit": build_conv_stem_vit,
+    "features": build_features,
     "fixmatch_wrn": build_fixmatch_wrn,
     "poolformer": build_poolformer,
     "wide_resnet": build_wide_resnet,
@@ -259,6 +322,8 @@ def _name_similar(name: str, known: list[str]) -> str:
 def _explain_failure(failure: str) -> Iterator[None]:
     try:
         yield
+    except NotImplementedError:  # on the meta device, which `skeleton` handles
+        raise
     except (TypeError, ValueError, RuntimeError, AssertionError, ZeroDivisionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{failure}: {reason}") from error

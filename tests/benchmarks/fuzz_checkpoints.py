@@ -232,8 +232,10 @@ def _save(file: Path, state: dict[Any, Any], zipped: bool = True) -> None:
     """Write other weights in the frame that the file had."""
     payload = read_checkpoint(file).payload
     frame = next((key for key, value in payload.items() if isinstance(value, dict) and _holds(value)), None)
-    plain = {k: v for k, v in payload.items() if isinstance(v, int | float | str)} if frame else {}
-    content = plain | {frame: state} if frame else state
+    others = {
+        k: v for k, v in payload.items() if isinstance(v, int | float | str) or (isinstance(v, dict) and _holds(v))
+    }
+    content = others | {frame: state} if frame else state
     torch.save(content, file.with_suffix(".new"), _use_new_zipfile_serialization=zipped)
     file.with_suffix(".new").replace(file)
 

@@ -59,14 +59,10 @@ def test_linear_evaluation_of_solo_learn_itself_computes_the_same(tmp_path, case
     assert_features(linear_evaluation(tmp_path / "out"), expected)
 
 
-def test_stem_that_solo_learn_does_not_have_is_refused(tmp_path):
-    path, *_ = unpack("cdcfork-mocov2plus-r34-cifar", tmp_path / "in")
+def test_stem_that_solo_learn_does_not_have_goes_to_torchvision_with_the_lines_that_rebuild_it(tmp_path):
+    path, _, expected = unpack("cdcfork-mocov2plus-r34-cifar", tmp_path / "in")
     with pytest.raises(UserError, match=r"solo-learn has no network that computes .*ResNet-34.*padding 1"):
         export_model(path, "solo-learn", tmp_path / "out")
-
-
-def test_small_stem_goes_to_torchvision_with_the_lines_that_rebuild_it(tmp_path):
-    path, _, expected = unpack("cdcfork-mocov2plus-r34-cifar", tmp_path / "in")
     written = export_model(path, "torchvision", tmp_path / "resnet34.pth")
     names = {}
     exec("\n".join(written.load), names)

@@ -47,6 +47,7 @@ def folder(tmp_path_factory, digits, write_images):
     words = ["--config-path", str(checkout / "scripts/pretrain/cifar"), "--config-name", "simclr", *CPU]
     words += ["data.train_path=photos", f"hydra.searchpath=[file://{recipe_folder().parent}]"]
     words += ["+cdc=cifar10", "cdc.epochs=1", "cdc.clusters=${data.num_classes}", "cdc.batch_size=48"]
+    words += ["cdc.mini_clusters=24"]
     words += ["hydra/callbacks=cdc_refine"]
     run(home, str(checkout / "main_pretrain.py"), *words)
     return home
@@ -67,7 +68,7 @@ def run_folder(folder):
 
 def test_the_run_carries_the_recipe_and_the_callback_has_refined_it(folder):
     node = json.loads((run_folder(folder) / "args.json").read_text())["cdc"]
-    assert (node["epochs"], node["mini_clusters"], node["clusters"]) == (1, 500, "${data.num_classes}")
+    assert (node["epochs"], node["mini_clusters"], node["clusters"]) == (1, 24, "${data.num_classes}")
     report = json.loads((run_folder(folder) / "cdc" / "report.json").read_text())
     assert (report["images"], report["clusters"], report["epochs"]) == (96, 10, 1)
 

@@ -9,6 +9,7 @@ those are asked first.
 from cdc_plugin.checkpoints.formats import (
     cc,
     cdc,
+    clip,
     lightly,
     lightly_train,
     native,
@@ -19,6 +20,7 @@ from cdc_plugin.checkpoints.formats import (
     spice,
     timm,
     torchvision,
+    transformers,
     unsupported,
 )
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat
@@ -40,6 +42,8 @@ formats: Registry[CheckpointFormat] = Registry(
         "moco": CheckpointFormat(spice.matches_moco, spice.load_moco),
         "temi": CheckpointFormat(unsupported.matches_temi, unsupported.refuse_temi),
         "turtle": CheckpointFormat(unsupported.matches_turtle, unsupported.refuse_turtle),
+        "transformers": CheckpointFormat(transformers.matches, transformers.load_transformers),
+        "clip": CheckpointFormat(clip.matches, clip.load_clip),
         "lightly-train": CheckpointFormat(lightly_train.matches, lightly_train.load_lightly_train),
         "lightly": CheckpointFormat(lightly.matches_lightly, lightly.load_lightly),
         "generic": CheckpointFormat(lightly.matches_generic, lightly.load_generic),

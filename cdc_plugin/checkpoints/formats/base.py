@@ -19,6 +19,8 @@ class Wanted:
     head: int | None = None  # which of several clustering heads
     clusters: int | None = None  # of the head to take
     partial: bool = False  # accept a backbone although some of its weights are missing
+    input_size: int | None = None  # side of the images; position embeddings are resized for it
+    pool: str | None = None  # which vector is the embedding, a word of `checkpoints.pool`
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from cdc_plugin.checkpoints.find_backbone import Inside, backbone_part, choose_inside, find_prefixes, without_wrappers
+from cdc_plugin.checkpoints.formats._vit import TRANSFORMER, find_authors, fixes_input
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm import load_bare
@@ -52,7 +53,12 @@ def _load(checkpoint: Checkpoint, wanted: Wanted, writer: str, normalised: str) 
     sizes = [whole_number(stated.get(name)) for name in SIZE_NAMES]
     size, why_size = next((size for size in sizes if size and size > 0), None), "stated in its hyper-parameters"
     fixed = (loaded.backbone.spec or {}).get("kwargs", loaded.backbone.spec or {})
-    inferred = ["mean", "std"]
+    own_code = LIGHTNING not in payload and TRANSFORMER in inside.checkpoint.state
+    authors = find_authors(inside.checkpoint) if own_code else ""
+    inferred = [] if fixes_input(authors, loaded.backbone.input_size) else ["mean", "std"]
+    if authors:
+        writer = f"{authors}'s code or one like it"
+        normalised = f"ImageNet's, {'the file does not state them' if inferred else f'as {authors} trains'}"
     if "img_size" in fixed or "image_size" in fixed or has_positions(inside.checkpoint):
         size, why_size = loaded.backbone.input_size, "inferred from its position embeddings"
     elif size is None:

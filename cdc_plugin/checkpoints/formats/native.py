@@ -8,14 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
-from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint, read_sidecars
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, read_checkpoint, read_sidecars, whole_number
 from cdc_plugin.checkpoints.weights import build_backbone, load_strictly, strip_prefix
+from cdc_plugin.config.schema import LARGEST_SIDE
 from cdc_plugin.core.mahalanobis import Prototypes
+from cdc_plugin.data.atomic import read_small_text
+from cdc_plugin.data.side import read_side
 from cdc_plugin.errors import CheckpointError, option, shorten
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS
+from cdc_plugin.models.clusterer import DESCRIPTION, VERSION, WEIGHTS, digest_model
 from cdc_plugin.models.heads import build_head
 
+MOST = {"input_size": LARGEST_SIDE, "feature_dim": 1_000_000}
 HUB_DESCRIPTION = "config.json"  # the same content, under the name that the Hugging Face hub wants
 
 
@@ -32,7 +36,9 @@ def read_native(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.exists():
         raise CheckpointError(f"there is no result folder {path}; pass the folder that cdc-refine wrote")
     folder = path if path.is_dir() else path.parent
-    return read_description(folder), read_checkpoint(folder / WEIGHTS).state
+    description = read_description(folder)
+    _check_weights(description, folder / WEIGHTS)
+    return description, read_checkpoint(folder / WEIGHTS).state
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -42,8 +48,8 @@ def read_description(folder: Path) -> dict[str, Any]:
         if not needed.is_file():
             raise CheckpointError(f"{folder} has no {needed.name}; is the run unfinished? Let it end first")
     try:
-        description = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        description = json.loads(read_small_text(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON ({error}); was the run interrupted?") from error
     _check_description(description, file)
     return description
@@ -61,7 +67,7 @@ def rebuild_backbone(description: dict[str, Any], tensors: dict[str, Tensor], so
     # Backbone keeps its network as ``module``; both spellings of the prefix are taken.
     if weights and all(key.startswith("module.") for key in weights):
         weights = strip_prefix(weights, "module.")
-    facts = (record["mean"], record["std"], record["input_size"], record.get("inferred", ()))
+    facts = (record["mean"], record["std"], read_side(record)["input_size"], record.get("inferred", ()))
     return build_backbone(record["spec"], weights, source, *facts)[0]
 
 
@@ -101,7 +107,8 @@ def _check_description(description: Any, file: Path) -> None:
     if not isinstance(version, int) or version > VERSION:
         raise CheckpointError(f"{file} has version {version!r}, this release reads up to {VERSION}; upgrade cdc-plugin")
     backbone: Any = description.get("backbone")
-    lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in (backbone or {})]
+    stated = backbone if isinstance(backbone, dict) else {}
+    lacking = [k for k in ("spec", "feature_dim", "mean", "std", "input_size") if k not in stated]
     if lacking:
         raise CheckpointError(f"{file} does not state the backbone's {', '.join(lacking)}; was it edited by hand?")
     for name in ("mean", "std"):
@@ -112,10 +119,22 @@ def _check_description(description: Any, file: Path) -> None:
     if not isinstance(inferred, list) or not all(isinstance(name, str) for name in inferred):
         raise CheckpointError(f"{file}: inferred is a list of names, found {shorten(inferred)}; was it edited by hand?")
     for name in ("input_size", "feature_dim"):
-        if type(backbone[name]) is not int or not 0 < backbone[name] < 1_000_000:
+        if type(backbone[name]) is not int or not 0 < backbone[name] <= MOST[name]:
             raise CheckpointError(
                 f"{file}: {name} is a number, found {shorten(backbone[name])}; was it edited by hand?"
             )
+
+
+def _check_weights(description: dict[str, Any], file: Path) -> None:
+    """Refuse a model that changed since it was written: nothing else would tell, and all results would be off."""
+    stated = description.get("sha256")
+    if stated is None:  # an earlier release, or another program
+        return
+    if digest_model(file, description) != stated:
+        raise CheckpointError(
+            f"{file} or the description beside it has changed since it was written (by its sha256); copy the folder "
+            "again, or remove sha256 from the description if the change was meant"
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -154,11 +173,13 @@ def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     else:
         description = checkpoint.sidecar[name]
         _check_description(description, checkpoint.path.with_name(name))
+        if checkpoint.path.suffix == ".safetensors":  # by whatever name it was copied
+            _check_weights(description, checkpoint.path)
     backbone = rebuild_backbone(description, checkpoint.state, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
     if description.get("heads"):  # others may write a backbone alone
         heads = rebuild_heads(description, checkpoint.state, backbone.feature_dim, str(checkpoint.path))
-    provenance = description.get("provenance") or {}
+    provenance = payload_fields(description.get("provenance"))
     why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {name}")
     writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
-    return Loaded(backbone, Origin(writer, provenance.get("epochs"), why), heads)
+    return Loaded(backbone, Origin(writer, whole_number(provenance.get("epochs")), why), heads)

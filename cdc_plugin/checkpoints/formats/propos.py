@@ -21,7 +21,7 @@ def load_propos(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     inner = replace(encoder, state=state)
     backbone, matched, why = load_resnet(inner, wanted, "ProPos", "", small, (IMAGENET, STL10))
     why["branch"] = f"{branch}{'' if wanted.branch else ', which ProPos itself clusters'}"
-    return Loaded(backbone, Origin("ProPos", why=why), matched=matched)
+    return Loaded(backbone, Origin("ProPos, or CoNR that extends it", why=why), matched=matched)
 
 
 def matches(checkpoint: Checkpoint) -> bool:

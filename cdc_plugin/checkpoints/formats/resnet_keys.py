@@ -16,6 +16,8 @@ SHORTCUT = re.compile(r"(layer\d\.\d+)\.shortcut\.")
 
 def rename_resnet(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return weights of a ResNet under torchvision's names, and the facts about its stem that the old names imply."""
+    # DivClust's stem is a stage of its own.
+    state = {re.sub(r"^layer0\.([01])\.", lambda m: ("conv1.", "bn1.")[int(m[1])], k): v for k, v in state.items()}
     named, stem = rename_places(state)
     if has_shortcuts(named):
         named = {key: value for key, value in rename_shortcuts(named).items() if not key.startswith("linear.")}

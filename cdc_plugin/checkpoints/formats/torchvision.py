@@ -10,10 +10,10 @@ from torch import Tensor
 
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
-from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_backbone, compare
 from cdc_plugin.errors import CheckpointError, UserError, option
-from cdc_plugin.models.architectures import image_size_default, skeleton
+from cdc_plugin.models.architectures import STEM, image_size_default, skeleton
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BLOCK_PARTS = re.compile(r"layer[1-4]\.\d+\.(conv[123]|bn[123]|downsample\.[01])\.\w+")
@@ -26,9 +26,9 @@ CANDIDATES = {
     ),
     "features.denseblock1.denselayer1.norm1.weight": tuple(f"densenet{depth}" for depth in (121, 161, 169, 201)),
     "features.1.0.layer_scale": ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large"),
-    "features.1.0.attn.relative_position_bias_table": tuple(
-        f"swin_{kind}{size}" for kind in ("", "v2_") for size in "tsb"
-    ),
+    "features.1.0.attn.relative_position_bias_table": tuple(f"swin_{size}" for size in "tsb"),
+    "features.1.0.attn.cpb_mlp.0.weight": tuple(f"swin_v2_{size}" for size in "tsb"),
+    "layers.8.0.layers.0.weight": tuple(f"mnasnet{width}" for width in ("0_5", "0_75", "1_0", "1_3")),
     "features.1.conv.0.0.weight": ("mobilenet_v2",),
     "features.1.block.0.0.weight": ("mobilenet_v3_small", "mobilenet_v3_large"),
     "features.1.0.block.0.0.weight": (
@@ -47,6 +47,9 @@ RESNETS = {
     "resnet101": ("bottleneck", [3, 4, 23, 3]),
     "resnet152": ("bottleneck", [3, 8, 36, 3]),
 }
+# Networks of timm that have the same weights, yet blur or average before they subsample.
+TWINS = {"resnet18": ("resnetblur18",), "resnet50": ("resnetaa50", "resnetblur50")}
+NAME_KEYS = ("arch", "architecture", "model_name", "model")  # under which training scripts state a network
 # Known depths; with others a block may have been lost, which every strict load would accept.
 RESNET_DEPTHS = ([1, 1, 1, 1], [3, 24, 36, 3], *(depths for _, depths in RESNETS.values()))
 TRANSFORMER_DEPTHS = (6, 12, 24, 32)
@@ -143,6 +146,8 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     size = spec.get("kwargs", spec).get("image_size")
     if spec["family"] == "torchvision_vit":
         open_facts = ("heads",)
+    twins = () if arch else _find_twins(spec, checkpoint)
+    open_facts += ("network",) if twins else ()
     inferred = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
     facts = (IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), inferred)
     backbone, matched = build_backbone(spec, state, str(checkpoint.path), *facts, wanted.partial)
@@ -152,9 +157,21 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
         why["heads"] = f"{spec['num_heads']}, usual for a width of {spec['hidden_dim']}; no weight reveals it"
     elif stem:
         why["stem"] = "inferred from the names of its layers"
-    elif open_facts:
+    elif "stem.pool" in open_facts:
         why["stem"] = "inferred from the shape of conv1 and BatchNorm statistics; images can settle it"
+    if twins:
+        why["network"] = f"assumed; {' and '.join(twins)} of timm have the same weights: {option('arch', 'NAME')}"
     return Loaded(backbone, Origin("torchvision", why=why), matched=matched)
+
+
+def _find_twins(spec: Mapping[str, Any], checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the networks that the weights may belong to as well, unless the file or its name says which one it is."""
+    plain = {"family": "resnet", "widths": [64, 128, 256, 512], "groups": 1, "width_per_group": 64, "stem": STEM}
+    shapes = {name: plain | {"block": block, "depths": depths} for name, (block, depths) in RESNETS.items()}
+    name = next((name for name, shape in shapes.items() if shape == plain | dict(spec)), "")
+    payload = payload_fields(checkpoint.payload)
+    stated = any(payload.get(key) == name for key in NAME_KEYS) or re.search(rf"{name}(?!\d)", checkpoint.path.stem)
+    return () if stated else TWINS.get(name, ())
 
 
 def _named_spec(name: str, state: Mapping[str, Tensor]) -> dict[str, Any]:

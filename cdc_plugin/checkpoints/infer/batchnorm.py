@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdc_plugin.data.views.operations import resize
 from cdc_plugin.errors import CheckpointError, DataError
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
@@ -129,13 +130,6 @@ def sample(pixels: Tensor, count: int, backbone: Backbone) -> Tensor:
 def spread_indices(count: int, wanted: int) -> Tensor:
     """Return up to ``wanted`` indices, evenly spread over ``count`` images."""
     return torch.linspace(0, count - 1, min(count, wanted)).long()
-
-
-def resize(pixels: Tensor, size: int) -> Tensor:
-    """Return square images of another size."""
-    if pixels.shape[-1] == size:
-        return pixels
-    return nn.functional.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True)
 
 
 def input_of(backbone: Backbone) -> Normalisation:

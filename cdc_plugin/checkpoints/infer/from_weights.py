@@ -50,8 +50,8 @@ def pool_by_weights(state: Mapping[str, Tensor]) -> PoolGuess:
     names = ("bn1.bias", "bn1.weight", "layer1.0.conv1.weight", "layer1.0.bn1.running_mean")
     if any(name not in state for name in (*names, "layer1.0.bn1.running_var")):
         return PoolGuess(kept=False, clear=False)
-    shift, scale, weight, seen = (state[name].double() for name in names)
-    deviation = (state["layer1.0.bn1.running_var"].double() + 1e-5).sqrt()
+    shift, scale, weight, seen = (state[name].cpu().double() for name in names)
+    deviation = (state["layer1.0.bn1.running_var"].cpu().double() + 1e-5).sqrt()
     summed = weight.sum(dim=(2, 3))  # (out, in)
     plain, pooled = (
         ((summed @ expected_activation(shift, scale, draws) - seen) / deviation).square().mean().sqrt()
@@ -78,7 +78,7 @@ def inner_share(state: Mapping[str, Tensor]) -> float | None:
             names = ("conv2.weight", "bn1.bias", "bn1.weight", "bn2.running_mean", "bn2.running_var")
             if f"layer4.{number}.conv2.weight" not in state:
                 break
-            weight, shift, scale, seen, variance = (state[f"layer4.{number}.{name}"].double() for name in names)
+            weight, shift, scale, seen, variance = (state[f"layer4.{number}.{name}"].cpu().double() for name in names)
             taps = torch.einsum("oiyx,i->oyx", weight, expected_activation(shift, scale, draws=1))
             centre = taps[:, 1, 1]
             sides = taps[:, 0, 1] + taps[:, 2, 1] + taps[:, 1, 0] + taps[:, 1, 2]

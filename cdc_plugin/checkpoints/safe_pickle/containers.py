@@ -8,7 +8,6 @@ import io
 import itertools
 import mmap
 import struct
-import tarfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdc_plugin.checkpoints.safe_pickle.machine import PickleMachine, Refused
+from cdc_plugin.checkpoints.safe_pickle.machine import PickleMachine
 from cdc_plugin.checkpoints.safe_pickle.values import Storage, storage_type
 
 PICKLE_LIMIT, IN_MEMORY = 64 << 20, 1 << 30
@@ -114,20 +113,6 @@ def read_legacy(file: Path) -> Any:
     return payload
 
 
-def names_in_tar(file: Path) -> None:
-    """Raise ``Refused`` if a tar archive of torch's first format names what is not allowed."""
-    with tarfile.open(file) as archive:
-        for part in ("pickle", "storages", "tensors"):
-            member = archive.extractfile(part)
-            if member is not None:
-                try:
-                    PickleMachine(io.BytesIO(member.read(PICKLE_LIMIT)), lambda identity: identity[0]).load()
-                except Refused:
-                    raise
-                except Exception:  # whatever else is wrong, the archive is not read anyway
-                    continue
-
-
 def _content(file: Path) -> mmap.mmap:
     """Return the bytes of a file; a very large one stays on disk until they are used."""
     with file.open("rb") as stream:
@@ -150,7 +135,8 @@ def _numbers(content: mmap.mmap, first: int, count: int, dtype: torch.dtype) -> 
 
 def _locate_records(archive: zipfile.ZipFile, content: mmap.mmap) -> dict[str, tuple[int, int]]:
     """Return start and end of every record, after comparing its two headers, its place and its checksum."""
-    entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+    # The source code in a TorchScript archive is compressed, and stays unread.
+    entries = [entry for entry in archive.infolist() if not entry.is_dir() and "/code/" not in entry.filename]
     # With torch.serialization.set_crc32_options(False) all are zero.
     checked = any(entry.CRC for entry in entries)
     records: dict[str, tuple[int, int]] = {}

@@ -22,7 +22,7 @@ from cdc_plugin.checkpoints.safe_pickle.values import BUILDERS, NumpyKind, check
 
 # A network of a thousand tensors with its optimiser takes about 100 000 instructions.
 INSTRUCTIONS = 2_000_000
-COPIES = 5_000_000  # items of containers that may be copied in all; of text and bytes, 200 count as one
+COPIES = 1_000_000  # items of containers that may be copied in all; of text and bytes, 200 count as one
 _LITERALS = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
     *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),

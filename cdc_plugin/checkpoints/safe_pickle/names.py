@@ -44,7 +44,7 @@ TORCH_DATA = re.compile(
     r"|torch\.torch_version\.TorchVersion|torch\.per_(tensor|channel)_\w+|torch\.serialization\._get_layout"
     r"|torch\._utils\._rebuild_\w+|torch\._tensor\._rebuild_from_type_v2"
     r"|torch\.(optim|nn|distributed|amp|cuda\.amp|utils\.data)\.([a-z_]\w*\.)*_*[A-Z]\w*"
-    r"|torch\.nn\.(functional|init)\.\w+|torch\._C\._nn\.\w+"
+    r"|torch\.jit\._pickle\.(restore_type_tag|build_\w+list)|torch\.nn\.(functional|init)\.\w+|torch\._C\._nn\.\w+"
 )
 NUMPY_DATA = re.compile(
     r"numpy\.(dtype|ndarray|generic|number|bool_?|u?int\w*|float\w*|complex\w*|str_|bytes_|longlong|datetime64)"

@@ -57,7 +57,8 @@ def torchvision_resnet(folder):
     network = with_noise(models.resnet18())
     torch.save(network.state_dict(), folder / "a.pth")
     network.fc = nn.Identity()
-    return Case(folder / "a.pth", "torchvision", network, size=224, side=64, inferred={"mean", "std", "input_size"})
+    inferred = {"network", "mean", "std", "input_size"}
+    return Case(folder / "a.pth", "torchvision", network, size=224, side=64, inferred=inferred)
 
 
 def torchvision_mobilenet(folder):

@@ -143,6 +143,12 @@ def lightly_train_payload(normalize=None, **parts):
     return {"epoch": 1, "pytorch-lightning_version": "2.6.0", "state_dict": state, "lightly_train": record}
 
 
+def lightly_train_exported(folder, state):
+    (folder / "exported_models").mkdir()
+    torch.save(state, folder / "exported_models" / "exported_last.pt")
+    return folder / "exported_models" / "exported_last.pt"
+
+
 def lightly_train_teacher(folder):
     student, teacher = resnet(LARGE_STEM, 64), resnet(LARGE_STEM, 64, seed=1)
     statistics = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
@@ -154,29 +160,65 @@ def lightly_train_teacher(folder):
     return Case(path, "lightly-train", teacher, (), statistics, 224, 64, {"input_size"}, average=teacher)
 
 
-class PatchMean(nn.Module):
-    """The mean of the patch tokens of a timm transformer, which lightly-train embeds with."""
+class MapMean(nn.Module):
+    """The mean of the patch tokens or of the last map of a timm network, which lightly-train embeds with."""
 
     def __init__(self, network):
         super().__init__()
         self.network = network
 
     def forward(self, pixels):
-        return self.network.forward_features(pixels)[:, self.network.num_prefix_tokens :].mean(dim=1)
+        last = self.network.forward_intermediates(pixels, norm=True, intermediates_only=True)[-1]
+        return last.mean(dim=(2, 3))
 
 
 def lightly_train_transformer(folder):
     network = with_noise(timm.create_model("test_vit", num_classes=3))
     payload = lightly_train_payload(embedding_model=wrapped(network, "_model"))
     torch.save(payload, folder / "last.ckpt")
-    return Case(folder / "last.ckpt", "lightly-train", PatchMean(network), size=160, side=160)
+    return Case(folder / "last.ckpt", "lightly-train", MapMean(network), size=160, side=160)
+
+
+def lightly_train_headless(folder):
+    """A run whose record keeps the model: named, with a head that is never trained, and a foreign teacher beside it."""
+    network = with_noise(timm.create_model("test_efficientnet", num_classes=3))
+    payload = lightly_train_payload(teacher_embedding_model=wrapped(resnet(LARGE_STEM, 64), "_model"))
+    payload["lightly_train"]["models"] = {"model": network}
+    torch.save(payload, folder / "last.ckpt")
+    return Case(folder / "last.ckpt", "lightly-train", MapMean(network), size=160, side=160)
+
+
+def lightly_train_convnext(folder):
+    network = with_noise(models.convnext_tiny())
+    path = lightly_train_exported(folder, network.state_dict())
+    network.classifier = nn.Flatten(1)
+    return Case(path, "lightly-train", network, size=224, side=64)
+
+
+def lightly_train_dinov2(folder):
+    network = with_noise(timm.create_model("vit_small_patch14_dinov2", img_size=28, num_classes=0))
+    path = lightly_train_exported(folder, network.state_dict() | {"mask_token": torch.zeros(1, 384)})
+    return Case(path, "lightly-train", network, size=28, side=28)
+
+
+def lightly_train_dinov3(folder):
+    """DINOv3's own names, as lightly-train exports them; timm would average the patch tokens."""
+    network = with_noise(timm.create_model("vit_tiny_patch16_dinov3_qkvb", num_classes=0, global_pool="token"))
+    own = {"reg_token": "storage_tokens", "gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
+    state = {"mask_token": torch.zeros(1, 192)}
+    for key, value in network.state_dict().items():
+        block, _, last = key.rpartition(".")
+        if last == "q_bias":
+            biases = value, torch.zeros_like(value), network.state_dict()[f"{block}.v_bias"]
+            state[f"{block}.qkv.bias"] = torch.cat(biases)
+        elif last != "v_bias":
+            state[f"{block}.{own.get(last, last)}".lstrip(".")] = value
+    return Case(lightly_train_exported(folder, state), "lightly-train", network, size=256, side=64)
 
 
 def lightly_train_export(folder):
     network = with_noise(timm.create_model("test_resnet", num_classes=3))
-    (folder / "exported_models").mkdir()
-    path = folder / "exported_models" / "exported_last.pt"
-    torch.save(network.state_dict(), path)
+    path = lightly_train_exported(folder, network.state_dict())
     network.reset_classifier(0)
     return Case(path, "lightly-train", network, size=160)
 
@@ -220,6 +262,7 @@ def mae(folder):
 BUILDERS = (
     *(solo_wide_resnet, solo_mae, solo_before_1_0_3, solo_fork_of_cdc),
     *(lightly_sequential, lightly_named, lightly_own_resnet),
-    *(lightly_train_teacher, lightly_train_transformer, lightly_train_export),
+    *(lightly_train_teacher, lightly_train_transformer, lightly_train_headless, lightly_train_convnext),
+    *(lightly_train_dinov2, lightly_train_dinov3, lightly_train_export),
     *(moco_v3, simsiam, swav, dino, mae),
 )

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torchvision import models
 
-from cdc_plugin.checkpoints import load_backbone
+from cdc_plugin.checkpoints import load_backbone, load_checkpoint
 from cdc_plugin.checkpoints.formats import formats
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin
 from cdc_plugin.checkpoints.formats.native import read_native
@@ -144,12 +144,19 @@ FACTS = {"spec": SPEC, "feature_dim": 16, "mean": [0.5] * 3, "std": [0.5] * 3, "
         *(({"backbone": FACTS | {"input_size": bad}}, "input_size") for bad in ("32", -1, 3.5, 10**9)),
         ({"backbone": FACTS | {"feature_dim": 10**12}}, "feature_dim"),
         ({"backbone": FACTS | {"inferred": 5}}, "inferred"),
+        *(({"backbone": bad}, "does not state the backbone's spec") for bad in (7, [], "spec mean std input_size")),
     ],
 )
 def test_result_folder_with_a_strange_description_is_refused(tmp_path, changes, words):
     result_folder(tmp_path, **changes)
     with pytest.raises(UserError, match=words):
         load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize("provenance", [5, [1], {"tool": ["x"], "epochs": {}}, None])
+def test_what_a_model_was_made_from_is_of_no_consequence(tmp_path, provenance):
+    result_folder(tmp_path, provenance=provenance)
+    assert load_checkpoint(tmp_path).origin.epoch is None
 
 
 def test_unfinished_result_folder_is_told_as_such(tmp_path):

@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import lzma
 import os
+import re
+import struct
+import tarfile
 import zipfile
 
 import pytest
@@ -135,6 +139,8 @@ def test_files_that_are_no_checkpoints_are_told_apart(tmp_path):
         "cut.safetensors": (b"\x40\x00\x00\x00\x00\x00\x00\x00{", "safetensors"),
         "noise.pth": (bytes(range(256)), "something else"),
         "archive.zip": ((tmp_path / "archive.zip").read_bytes(), "zip archive"),
+        "archive.tar": (tarfile.TarInfo("a.pth").tobuf() + bytes(1024), "is a tar archive"),
+        "endless.pth": (lzma.compress(bytes(1 << 20)), "is compressed"),  # it is not unpacked to see what it is
     }
     for name, (content, words) in expected.items():
         (tmp_path / name).write_bytes(content)
@@ -184,6 +190,7 @@ def make(folder, *names):
         (("91j4kng7/a-ep=1.ckpt", "91j4kng7/a-ep=2.ckpt", "91j4kng7/args.json"), "91j4kng7/a-ep=2.ckpt"),
         (("logs/version_0/checkpoints/epoch=0-step=2.ckpt",), "logs/version_0/checkpoints/epoch=0-step=2.ckpt"),
         (("only.pth", "notes.txt", ".cache/other.pth"), "only.pth"),
+        (("model.safetensors", "model.json", "export/model.safetensors", "export/model.json"), "model.safetensors"),
     ],
 )
 def test_latest_checkpoint_of_a_run_is_meant(tmp_path, names, meant):
@@ -198,14 +205,29 @@ def test_latest_checkpoint_of_a_run_is_meant(tmp_path, names, meant):
         ("a-ep=1.ckpt", "b-ep=2.ckpt"),
         ("checkpoint.pth.tar", "model.pth.tar"),
         ("run1/last.ckpt", "run2/last.ckpt"),
+        ("backbone.pt", "new/model.safetensors", "new/model.json"),
+        ("cells/set/cdc/seed0/model.safetensors", "cells/set/scan/seed0/last.pt"),
+        ("checkpoints/last.ckpt", "run/model.safetensors", "run/model.json"),
         ("checkpoint-1.pth", "checkpoint-2.pth.tar"),
         ("student_last.pth", "teacher_last.pth"),
     ],
 )
 def test_checkpoints_of_several_runs_are_left_to_the_user(tmp_path, names):
     make(tmp_path, *names)
-    with pytest.raises(UserError, match=r"holds 2 checkpoints .*; name one of them"):
+    with pytest.raises(UserError, match=r"holds 2 (checkpoints .*; name|runs; give) one of them"):
         locate(tmp_path)
+
+
+def test_runs_in_a_folder_are_listed_newest_first_and_each_once(tmp_path):
+    for age in range(7):
+        make(tmp_path, f"run{age}/model.safetensors", f"run{age}/model.json")
+        os.utime(tmp_path / f"run{age}" / "model.safetensors", (1e9 - age, 1e9 - age))
+    make(tmp_path, "run1/last.pt", "run1/config.yaml")
+    (tmp_path / "run1" / "model.json").unlink()
+    (tmp_path / "latest").symlink_to("run0")
+    with pytest.raises(UserError, match=r"holds 7 runs.*and 2 more") as error:
+        locate(tmp_path)
+    assert re.findall(r"run\d[^,]*", str(error.value))[:3] == ["run1 (unfinished)", "run0", "run2"]
 
 
 def test_settings_of_the_run_are_found_beside_and_above(tmp_path):
@@ -231,8 +253,37 @@ def test_objects_in_settings_are_read_as_plain_values(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("text", ["[" * 600, "{", "\x00", "a: [", "{[1]: 2}", "? {a: 1}\n: 2"])
+MERGED = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 41))
+NESTED = MERGED.replace("{<<: [", "[").replace("]}", "]")
+BRACKETS = "[" * 50_000 + "]" * 40_000
+TAGS = ("!!bool maybe", "!!timestamp never", "!!float 1:" + "1:" * 900 + "1.5")
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 99_999, "{", "\x00", "a: [", "{[1]: 2}", "? {a: 1}\n: 2", MERGED, NESTED, BRACKETS, "&a [*a]", *TAGS]
+)
 def test_settings_that_cannot_be_read_are_left_out(tmp_path, text):
     for name in ("args.json", "args.yaml"):
         (tmp_path / name).write_text(text)
-    assert "args.json" not in read_sidecars(tmp_path / "a.pth")
+    told: list[str] = []
+    assert read_sidecars(tmp_path / "a.pth", told.append) == {}
+    assert [line.partition(" cannot")[0] for line in told] == [str(tmp_path / f"args.{s}") for s in ("json", "yaml")]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"a.weight": {"dtype": "F4", "shape": [4, 4], "data_offsets": [0, 8]}}, "float4.*expected float32"),
+        (
+            {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(60_000)},
+            "60,000 tensors; expected the at most",
+        ),
+    ],
+    ids=["four bits", "too many"],
+)
+def test_safetensors_that_hold_no_network_are_refused_in_one_line(tmp_path, tensors, words):
+    header = json.dumps(tensors).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 if "a.weight" in tensors else 0))
+    with pytest.raises(UserError, match=words):
+        read_checkpoint(path)

@@ -1,5 +1,7 @@
 """Read a run of solo-learn from its ``args.json``: network, data, statistics. Plain JSON; nothing in it is executed."""
 
+import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +11,8 @@ from typing import Any
 from cdc_plugin.config.load import keep_allowed
 from cdc_plugin.config.recipes import recipe_names
 from cdc_plugin.config.schema import INPUT_FACTS, METHOD_SETTINGS
+
+log = logging.getLogger("cdc_plugin")
 
 NOT_WRITTEN = "<not serializable>"  # what solo-learn writes for values that JSON cannot hold
 MISSING = "???"  # OmegaConf's own mark
@@ -160,12 +164,20 @@ def _find_data(run: RunArgs, folder: Path) -> dict[str, Any]:
 
 
 def _find_folder(text: str | None, run_folder: Path, inside: str | None) -> Path | None:
-    """Return the folder that the run used: absolute, or relative to where it was started, which is not recorded."""
+    """Return the folder that the run used, which is relative to where it was started, and that is not recorded.
+
+    A stranger's file must not choose just any folder of this machine: only those below the current folder, and below
+    those above the run that are no user's home.
+    """
     if text is None:
         return None
-    wanted = Path(text).expanduser()
-    bases = [Path()] if wanted.is_absolute() else [Path.cwd(), run_folder, *run_folder.parents]
-    present = [base / wanted for base in bases if (base / wanted).is_dir()]
+    run_folder, home = run_folder.resolve(), Path.home().resolve()
+    bases = [Path.cwd(), *(base for base in (run_folder, *run_folder.parents) if base not in (home, *home.parents))]
+    present = [base / text for base in bases if os.path.isdir(base / text)]
+    outside = [path for path in present if not any(path.resolve().is_relative_to(base) for base in bases)]
+    if outside:
+        log.warning("args.json names images outside its run, %s; add --data to use them", outside[0])
+        present = [path for path in present if path not in outside]
     if inside is not None:
         present.sort(key=lambda place: not (place / inside).is_dir())  # stable: nearest first among equals
     return present[0] if present else None

@@ -4,16 +4,24 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from cdc_plugin.checkpoints.formats import _vit
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.timm.fit import find_distinct, fit, fit_or_guess, settings_changed
 from cdc_plugin.checkpoints.formats.timm.index import names_like
-from cdc_plugin.checkpoints.formats.timm.published import fetch_from_hub, load_from_timm
-from cdc_plugin.checkpoints.formats.torchvision import TORCHVISION, is_resnet, torchvision_knows
-from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, read_checkpoint, whole_number
-from cdc_plugin.checkpoints.weights import build_backbone
+from cdc_plugin.checkpoints.formats.torchvision import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    NAME_KEYS,
+    TORCHVISION,
+    is_resnet,
+    torchvision_knows,
+)
+from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, whole_number
+from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_backbone
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import timm_input
+from cdc_plugin.models.backbone import Backbone
 
 # Settings of a model that are taken from a run; others, such as a path of weights to load, are ignored.
 SETTINGS = (
@@ -21,14 +29,17 @@ SETTINGS = (
     *("class_token", "reg_tokens", "no_embed_class", "dynamic_img_size", "strict_img_size", "output_stride"),
     *("qkv_bias", "qk_norm", "init_values", "pre_norm", "stem_type", "act_layer", "norm_layer", "in_chans"),
 )
+# Released by their authors with mean and std 0.5, and trained by many others with ImageNet's.
+PLAIN_VIT = re.compile(r"vit_[a-z]+_patch\d+_\d+")
 AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict")
 
 
 def stated_arch(checkpoint: Checkpoint) -> str | None:
     """Return the timm name that the checkpoint states, or a file that timm wrote beside it."""
     payload = payload_fields(checkpoint.payload)
-    # timm's train.py writes a version and its arguments; a bare "arch" is as often a torchvision name.
-    own = payload.get("arch") if {"version", "args"} & set(payload) else None
+    # timm's train.py writes a version and its arguments; a name alone is as often one of torchvision's.
+    names = [name for name in map(payload.get, NAME_KEYS) if isinstance(name, str)]
+    own = next((name for name in names if {"version", "args"} & set(payload) or not torchvision_knows(name)), None)
     config = payload_fields(checkpoint.sidecar.get("config.json")).get("architecture")
     beside = payload_fields(checkpoint.sidecar.get("args.yaml"))
     named = [name for name in (own, config, beside.get("model")) if isinstance(name, str)]
@@ -48,6 +59,8 @@ def identify(checkpoint: Checkpoint) -> str:
     for name in _names_in(checkpoint.path.stem):
         if fit(name, state):
             return name
+    if variant := _vit.find_variant(state):
+        return variant[0]
     similar = names_like(state)
     names = sorted((name for name in similar if fit(name, state)), key=lambda name: settings_changed(name, state))
     if not names:
@@ -69,8 +82,10 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     checkpoint, branch = _choose_branch(checkpoint, wanted)
     of_run = stated_arch(checkpoint)
     name = wanted.arch or of_run or identify(checkpoint)
-    settings = _read_settings(checkpoint) if name == of_run else {}
+    settings = _read_settings(checkpoint) if name == of_run else _vit.infer_settings(checkpoint.state)
     spec, state = fit_or_guess(name, checkpoint.state, settings)
+    if _vit.CONV_STEM in state:
+        spec["family"] = "conv_stem_vit"
     mean, std, size = _usual_input(name)
     stated = _read_input(checkpoint)
     size = _side(spec["kwargs"].get("img_size")) or stated.get("input_size", size)
@@ -80,10 +95,34 @@ def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     if "pos_embed" in state:
         known.add("input_size")
         why["input_size"] = "inferred from its position embeddings"
-    facts = (stated.get("mean", mean), stated.get("std", std), size, [f for f in INPUT_FACTS if f not in known])
+    authors = "" if of_run or _vit.TRANSFORMER not in state else _vit.find_authors(checkpoint)
+    headless = not any(key.startswith(HEAD_PREFIXES) for key in state)
+    if not of_run and "mean" not in stated and (authors or (headless and PLAIN_VIT.fullmatch(name))):
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
+        known |= {"mean", "std"} if _vit.fixes_input(authors, size) else set()
+        trained = f"as {authors} trains" if "mean" in known else "assumed for weights without a classifier"
+        why |= dict.fromkeys(("mean", "std"), f"ImageNet's, {trained}")
+    still_open = [*(fact for fact in INPUT_FACTS if fact not in known), *(["heads"] if _vit.hides_heads(state) else ())]
+    facts = (stated.get("mean", mean), stated.get("std", std), size, still_open)
     backbone, matched = build_backbone(spec, state, str(checkpoint.path), *facts, wanted.partial)
+    if _vit.TRANSFORMER in state:
+        why |= _describe_vit(backbone, authors)
     epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
-    return Loaded(backbone, Origin("timm", epoch, why | branch), matched=matched)
+    writer = f"{authors}'s code or one like it" if authors else "timm"
+    return Loaded(backbone, Origin(writer, epoch, why | branch), matched=matched)
+
+
+def _describe_vit(backbone: Backbone, authors: str) -> dict[str, str]:
+    """Return what a transformer's features are, and its attention heads where others are as likely."""
+    network: Any = backbone.module
+    pooled = {"token": "class token", "avg": "mean of the patch tokens"}.get(getattr(network, "global_pool", ""))
+    source = f"as {authors} evaluates" if authors else "timm's pooling of this model"
+    why = {"features": f"{pooled}, {source}"} if pooled else {}
+    if "heads" in backbone.inferred:
+        heads = network.blocks[0].attn.num_heads
+        usual = "as MoCo v3 has at every width" if heads == 12 else "usual for this width"
+        why["heads"] = f"{heads} attention heads assumed, {usual}; no weight reveals them"
+    return why
 
 
 def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
@@ -100,16 +139,6 @@ def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
             f"pass {option('arch', 'NAME')} (a torchvision or timm name)"
         )
     return chosen.load(checkpoint, wanted)
-
-
-def load_published(path: str) -> Loaded:
-    """Return a network with published weights: ``timm:NAME`` or ``hf-hub:OWNER/NAME``."""
-    if path.startswith("timm:"):
-        return load_from_timm(path)
-    checkpoint = read_checkpoint(fetch_from_hub(path))
-    if stated_arch(checkpoint) is None:
-        raise CheckpointError(f"{path} is not a timm model: its config.json names no architecture of timm's")
-    return load_timm(checkpoint, Wanted())
 
 
 def _choose_branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[str, str]]:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cdc_plugin.checkpoints.formats._vit import TRANSFORMER
 from cdc_plugin.checkpoints.formats.timm.index import PATCHES
 from cdc_plugin.checkpoints.weights import compare, load_strictly
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build, skeleton, timm_input
 
-TRANSFORMER = "blocks.0.attn.qkv.weight"
 # Numbers of a module that its name or its training need, not its features.
 IRRELEVANT = ("num_classes", "drop", "training", "dump_patches", "grad_checkpointing", "img_size", "init_values")
 
@@ -29,7 +29,7 @@ def timm_spec(name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any
     usual = _skeleton(spec).state_dict()
     if PATCHES in usual and usual[PATCHES].shape[-1] != patches.shape[-1]:
         kwargs["patch_size"] = patches.shape[-1]
-    registers, usual_registers = state.get("reg_token"), usual.get("reg_token")
+    registers, usual_registers = state.get("reg_token", state.get("register_tokens")), usual.get("reg_token")
     if registers is not None and registers.ndim == 3 and getattr(usual_registers, "shape", None) != registers.shape:
         kwargs["reg_tokens"] = registers.shape[1]
     for norm, other, pool in (("fc_norm", "norm", "avg"), ("norm", "fc_norm", "token")):
@@ -58,6 +58,8 @@ def fit(
     name: str, state: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
     """Return spec and weights under timm's present names, if they fit a model strictly; else None."""
+    if "storage_tokens" in state:  # DINOv3 gives its class token; timm averages
+        settings = {"global_pool": "token", **(settings or {})}
     try:
         spec = timm_spec(name, state, settings)
         if not compare(_skeleton(spec), state):
@@ -88,6 +90,8 @@ def _renamed(spec: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, 
         return None
     # timm recognises DINOv2's release by its mask token, which may have been dropped before.
     weights = dict(state) | ({"mask_token": torch.zeros(1)} if "register_tokens" in state else {})
+    # It adds the two up, which half precision would round.
+    weights |= {key: state[key].float() for key in ("cls_token", "pos_embed") if key in state}
     try:
         renamed = rename(weights, _skeleton(spec))
     except Exception:  # written for what their authors published, not for any file

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from cdc_plugin.checkpoints.formats._vit import find_variant
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES
 
 TABLE = Path(__file__).with_name("index.json")
@@ -20,18 +21,28 @@ ADJUSTABLE = re.compile(
 # Of models with the same weights those named after another one, or after where their weights came from.
 DERIVED = ("deit", "tf_", "legacy_", "gluon_", "tv_")
 PATCHES = "patch_embed.proj.weight"
+# Of networks that their authors release under names of their own.
+RELEASED = {
+    "storage_tokens": (
+        *(f"vit_{size}_patch16_dinov3_qkvb" for size in ("tiny", "small", "small_plus", "base", "large", "huge_plus")),
+        "vit_7b_patch16_dinov3",
+    ),
+    "downsample_layers.0.0.weight": tuple(f"convnext_{size}" for size in ("tiny", "small", "base", "large")),
+}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
     """Return a short digest of names and shapes, leaving out what a model's settings may change."""
     kept = [key for key in state if not key.startswith(HEAD_PREFIXES) and not ADJUSTABLE.search(key)]
     lines = [f"{key}:{tuple(state[key].shape)[: 2 if key == PATCHES else None]}" for key in kept]
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:10]
+    return hashlib.sha256("\n".join(sorted(lines)).encode(errors="replace")).hexdigest()[:10]
 
 
 def names_like(state: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the timm models whose weights have these names and shapes, plain ones first; build them to be sure."""
-    return _table().get(fingerprint(state), ())
+    variant = find_variant(state)
+    released = next((names for mark, names in RELEASED.items() if mark in state), ())
+    return released or _table().get(fingerprint(state), (variant[0],) if variant else ())
 
 
 def make_table(states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """Published weights: ``timm:NAME`` for timm's own, ``hf-hub:OWNER/NAME`` for any timm model on the hub."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -7,11 +8,12 @@ from typing import Any
 from urllib.parse import urlparse
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin
+from cdc_plugin.checkpoints.read import HUB_SETTINGS
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import build, timm_features
 from cdc_plugin.models.backbone import Backbone
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
 def load_from_timm(path: str) -> Loaded:
@@ -46,7 +48,7 @@ def load_from_timm(path: str) -> Loaded:
 
 
 def fetch_from_hub(path: str) -> Path:
-    """Return the local copy of a repository's weights, with ``config.json`` beside it; download it if needed."""
+    """Return the local copy of a repository's weights, with its settings beside it; download them if needed."""
     name, _, revision = path.removeprefix("hf-hub:").partition("@")
     if name.count("/") != 1 or not all(name.split("/")):
         raise CheckpointError(f"expected hf-hub:OWNER/NAME, found {path!r}; the hub's page of a model shows both")
@@ -54,17 +56,19 @@ def fetch_from_hub(path: str) -> Path:
     if cached is not None:
         return cached
     unreachable = CheckpointError(
-        f"could not fetch {name!r} from the hub and it is not cached; with no network, download its config.json and "
-        "weights into one folder elsewhere and give that folder"
+        f"could not fetch {name!r} from the hub and it is not cached; with no network, download its weights and "
+        "config files into one folder elsewhere and give that folder"
     )
     if not _reachable():
         raise unreachable
     from huggingface_hub import hf_hub_download
 
+    for file in HUB_SETTINGS:  # a repository has some of them
+        with contextlib.suppress(Exception):
+            hf_hub_download(name, file, revision=revision or None)
     problem: Exception | None = None
     for file in WEIGHT_FILES:
         try:
-            hf_hub_download(name, "config.json", revision=revision or None)
             return Path(hf_hub_download(name, file, revision=revision or None))
         except Exception as error:  # the client's own errors vary with its version
             problem = error
@@ -75,7 +79,7 @@ def find_cached_weights(hub_id: str, revision: str | None = None) -> Path | None
     """Return weights of a repository that were downloaded before; None without them."""
     from huggingface_hub import try_to_load_from_cache
 
-    for file in (*WEIGHT_FILES, "open_clip_model.safetensors"):
+    for file in WEIGHT_FILES:
         try:
             cached = try_to_load_from_cache(hub_id, file, revision=revision)
         except ValueError:  # a name that no repository can have

@@ -79,6 +79,7 @@ def test_resnet_of_lightly_loses_its_first_relu_in_a_list(tmp_path, splits):
         ("student_backbone", "teacher_backbone", "momentum"),  # DINO
         ("student_backbone", "backbone", "momentum"),
         ("anchor_backbone", "backbone", "momentum"),  # MSN
+        ("backbone.student", "backbone.teacher", "momentum"),  # stable-pretraining
         ("query_encoder", "key_encoder", "online"),
         ("base_encoder", "momentum_encoder", "online"),
         ("online_encoder", "target_encoder", "online"),

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from torchvision import models
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.formats.timm.fit import find_distinct
 from cdc_plugin.checkpoints.formats.timm.index import TABLE, fingerprint, make_table, names_like
+from cdc_plugin.checkpoints.formats.torchvision import RESNETS, TWINS
 from cdc_plugin.errors import UserError
 from tests.helpers.checkpoint_builders.libraries import created, timm_training
 
@@ -110,6 +112,29 @@ def test_file_name_of_a_timm_model_does_not_hide_a_torchvision_one(tmp_path):
     assert found.backbone.spec == {"family": "torchvision", "name": "convnext_tiny"}
 
 
+def test_plain_resnet_is_assumed_only_where_nothing_tells_it_from_networks_with_the_same_weights(tmp_path):
+    network = created("resnetblur18", num_classes=7)
+    torch.save(network.state_dict(), tmp_path / "a.pth")
+    found = load_checkpoint(tmp_path / "a.pth")
+    assert "network" in found.backbone.inferred
+    assert "resnetblur18" in found.origin.why["network"]
+    torch.save({"arch": "resnet18", "state_dict": network.state_dict()}, tmp_path / "b.pth")
+    assert "network" not in load_checkpoint(tmp_path / "b.pth").backbone.inferred
+    torch.save({"arch": "resnetblur18", "state_dict": network.state_dict()}, tmp_path / "c.pth")
+    torch.save(network.state_dict(), tmp_path / "resnetblur18_rsb-ab12.pth")
+    for path, wanted in (("c.pth", {}), ("resnetblur18_rsb-ab12.pth", {}), ("a.pth", {"arch": "resnetblur18"})):
+        found = assert_same_features(tmp_path / path, network, 64, **wanted)
+        assert "network" not in found.backbone.inferred
+
+
+def test_networks_with_the_weights_of_a_plain_resnet_are_all_known():
+    table = [names for names in json.loads(TABLE.read_text()).values() if set(names) & set(RESNETS)]
+    for names in table:
+        plain = next(name for name in RESNETS if name in names)
+        kinds = find_distinct([plain, *names], created(plain).state_dict())
+        assert set(kinds) == {plain, *TWINS.get(plain, ())}
+
+
 def test_table_knows_the_models_of_this_timm():
     names = ["test_resnet", "test_vit", "vit_tiny_patch16_224", "mobilenetv3_small_050", "resnet18d"]
     with torch.device("meta"):
@@ -155,6 +180,4 @@ def test_cached_repository_of_the_hub_needs_no_network(offline, tmp_path, monkey
     found_in_cache = lambda _name, file, **_more: str(tmp_path / file)  # noqa: E731
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", found_in_cache)
     assert assert_same_features("hf-hub:somebody/something", network, 64).format == "timm"
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="not a timm model"):
-        load_checkpoint("hf-hub:somebody/something")
+    assert load_checkpoint("hf-hub:somebody/something", wanted=Wanted(arch="test_resnet")).format == "timm"

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS, candidate_normalisations
-from cdc_plugin.checkpoints.infer.resolve import check_input, infer_input
+from cdc_plugin.checkpoints.infer.resolve import TRUSTED_MISMATCH, check_input, infer_input
 from cdc_plugin.errors import DataError
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
@@ -104,6 +104,16 @@ def test_wrong_facts_are_found_although_they_are_stated(images, truth, said, nor
     check = check_input(backbone, images)
     assert (check.verdict, check.variants[0].changed) == ("other", changed)
     assert words in check.words
+
+
+def test_images_behind_augmented_views_and_single_images_raise_no_alarm(images):
+    blurred = nn.functional.avg_pool2d(images.float(), 7, stride=1, padding=3, count_include_pad=False)
+    backbone = stated(blurred, small_spec(), small_spec())
+    check = check_input(backbone, images)
+    assert check.variants[0].mismatch > TRUSTED_MISMATCH
+    assert check.verdict == "fits"
+    assert {check_input(backbone, image[None]).verdict for image in images[:8]} == {"unknown"}
+    assert check_input(backbone, noise_like(images[:1])).verdict == "unlike"
 
 
 def test_images_enlarged_beyond_those_of_the_training_are_noticed(images):

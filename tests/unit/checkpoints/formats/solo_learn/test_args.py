@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -191,6 +192,11 @@ def test_run_on_a_named_data_set_implies_data_root_and_clusters(tmp_path, monkey
     assert infer_settings(*read_run_args(run)) == expected
     assert infer_settings(*read_run_args(run / "run-ep=3.ckpt")) == expected
     assert infer_settings(*read_run_args(run.parent)) == expected  # the folder above, if it holds one run alone
+    monkeypatch.chdir(run)
+    assert infer_settings(*read_run_args(".")) == expected
+    monkeypatch.chdir(tmp_path / "datasets")
+    assert read_run_args(".")[0] is None
+    monkeypatch.chdir(tmp_path)
     gone = nested("stl10", data={"dataset": "stl10", "train_path": "gone"})
     assert infer_settings(*read_run_args(written(run, gone))) == {"data": "stl10", "clusters": 10}
 
@@ -206,6 +212,21 @@ def test_custom_run_implies_its_folder_and_the_classes_it_counted(tmp_path):
     assert infer_settings(*read_run_args(written(tmp_path / "run", args))) == {"data": str(tmp_path / "images")}
     args["data"]["format"] = "h5"
     assert infer_settings(*read_run_args(written(tmp_path / "run", args))) == {}
+
+
+def test_images_of_this_machine_are_not_chosen_by_a_stranger(tmp_path, monkeypatch, caplog):
+    private = tmp_path / "home" / "photos"
+    private.mkdir(parents=True)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    run = tmp_path / "home" / "downloads" / "run"
+    for path in (str(private), "photos", "../../photos", "/", "~/photos"):
+        args = nested("custom")
+        args["data"] |= {"train_path": path, "num_classes": 3}
+        assert infer_settings(*read_run_args(written(run, args))) == {"clusters": 3}
+    assert "--data" in caplog.text
+    args["data"]["train_path"] = "photos"
+    monkeypatch.chdir(private.parent)  # who works there means it
+    assert infer_settings(*read_run_args(written(run, args)))["data"] == str(private)
 
 
 def test_own_settings_in_the_arguments_win_over_what_is_derived(tmp_path):
