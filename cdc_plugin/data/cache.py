@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import math
+import mmap
 import os
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ from cdc_plugin.errors import ConfigError, OutputError
 
 KINDS = ("images", "features")
 WRITE_BUFFER = 1 << 20  # bytes that are written at once
+SCATTERED = 256  # rows that are read at once from all over a map, of which the system brings 64 KB around each
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -182,6 +184,26 @@ def open_rows(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[A
         log.debug("%s: %s", path, error)
     log.warning("%s is cut or holds something else; it is made again", path)
     return None
+
+
+def protect(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return mapped rows that nobody will change, so that `copy_rows` may give their memory back."""
+    rows.flags.writeable = False
+    return rows
+
+
+def copy_rows(rows: NDArray[Any], places: Any) -> NDArray[Any]:
+    """Return a copy of some rows; memory of a map that cannot be changed is given back, and does not grow with it."""
+    array, mapped = np.asarray(rows), getattr(rows, "_mmap", None)
+    if mapped is None or rows.flags.writeable or not hasattr(mapped, "madvise"):
+        return np.array(array[places])
+    scattered = isinstance(places, np.ndarray) and places.dtype.kind in "iu"
+    chosen = np.empty((len(places), *array.shape[1:]), array.dtype) if scattered else np.array(array[places])
+    for start in range(0, len(places) if scattered else 0, SCATTERED):
+        chosen[start : start + SCATTERED] = array[places[start : start + SCATTERED]]
+        mapped.madvise(mmap.MADV_DONTNEED)
+    mapped.madvise(mmap.MADV_DONTNEED)
+    return chosen
 
 
 def write_rows(path: Path, parts: Iterable[NDArray[Any]], shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:

@@ -1,5 +1,8 @@
 """Decode image files to 8-bit RGB, whatever their mode, depth and orientation, and make squares of one size of them."""
 
+import contextlib
+import functools
+import importlib
 import io
 import os
 import stat
@@ -11,10 +14,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch.nn import functional as F
 
+from cdc_plugin.data.side import Side
+
 Pixels = NDArray[np.uint8]
 
 READ_WHOLE = 1 << 24  # bytes; smaller files are read in one go, since threads wait for each other at every read
 ORIENTATION = 0x0112  # the EXIF tag
+HEIF_MAGIC = {b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")}  # at byte 4
+LONGEST = 16  # times its short side: what is kept of a strip
 WITH_ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
 
@@ -29,14 +36,16 @@ def decode_file(path: str | os.PathLike[str], side: int) -> Image.Image:
         UnreadableImageError: gone, empty, damaged, far too large or of an unknown format.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device would never end
-            raise UnreadableImageError("it is not a regular file")
+        state = os.stat(path)
+        if not stat.S_ISREG(state.st_mode) or state.st_size == 0:  # a pipe, a device or /proc/kmsg would never end
+            kind = "the file is empty" if stat.S_ISREG(state.st_mode) else "it is not a regular file"
+            raise UnreadableImageError(kind)
         with open(path, "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size <= READ_WHOLE:
                 return decode_bytes(file.readall(), side)
         with open(path, "rb") as file:
             return _decode(file, side)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a NUL in the path
         reason = str(error).replace(os.fspath(path), os.path.basename(path))
         raise UnreadableImageError(f"{type(error).__name__}: {reason}") from error
 
@@ -47,7 +56,9 @@ def decode_bytes(content: bytes, side: int) -> Image.Image:
 
 
 def square_from_pil(image: Image.Image, side: int) -> Pixels:
-    """Return the centre square of an RGB image, resized with antialiasing to (side, side, 3)."""
+    """Return the centre square of an RGB image, resized with antialiasing to (side, side, 3), or what a Side asks."""
+    if isinstance(side, Side):
+        return squares_from_array(np.asarray(image)[None], side)[0]
     width, height = image.size
     if width == height == side:
         return np.asarray(image)
@@ -61,6 +72,8 @@ def square_from_pil(image: Image.Image, side: int) -> Pixels:
 
 def squares_from_array(images: Pixels, side: int) -> Pixels:
     """Return the centre squares of (N, H, W, 3) images, resized with antialiasing to (N, side, side, 3)."""
+    if isinstance(side, Side):
+        return _squares_as_stated(images, side)
     height, width = images.shape[1:3]
     short = min(height, width)
     top, left = (height - short) // 2, (width - short) // 2
@@ -72,13 +85,34 @@ def squares_from_array(images: Pixels, side: int) -> Pixels:
     return resized.permute(0, 2, 3, 1).numpy()
 
 
+def _squares_as_stated(images: Pixels, side: Side) -> Pixels:
+    """Return squares as the authors of a network make them: the whole photo is resized, then its centre is cut out."""
+    height, width = images.shape[1:3]
+    most = LONGEST * min(height, width)  # a strip would become a giant
+    top, left = (max(edge - most, 0) // 2 for edge in (height, width))
+    batch = torch.from_numpy(np.array(images[:, top : top + most, left : left + most])).permute(0, 3, 1, 2)
+    edges = [side.stored, side.stored]
+    if not side.squeezed:
+        edges = [int(side.stored * edge / min(batch.shape[2:])) for edge in batch.shape[2:]]
+    if edges != [*batch.shape[2:]]:
+        batch = F.interpolate(batch, size=edges, mode=side.resample, antialias=True, align_corners=False)
+    # The centre that is shown starts where the authors let it start.
+    top, left = (max((edge - side.shown) // 2 - (side.stored - side.shown) // 2, 0) for edge in edges)
+    return batch[:, :, top : top + side.stored, left : left + side.stored].permute(0, 2, 3, 1).numpy()
+
+
 def _decode(file: BinaryIO, side: int) -> Image.Image:
     if file.seek(0, io.SEEK_END) == 0:
         raise UnreadableImageError("the file is empty")
     file.seek(0)
+    is_heif = file.read(12)[4:] in HEIF_MAGIC
+    if is_heif:
+        _register_heif()
+    file.seek(0)
     try:
         with Image.open(file) as image:
-            image.draft(None, (2 * side, 2 * side))
+            if not isinstance(side, Side):  # whose squares are to be those of the authors, bit by bit
+                image.draft(None, (2 * side, 2 * side))
             image.load()
             return to_rgb(_turn_upright(image))
     except UnreadableImageError:
@@ -86,9 +120,17 @@ def _decode(file: BinaryIO, side: int) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise UnreadableImageError(f"too many pixels to decode safely ({error})") from error
     except Image.UnidentifiedImageError as error:  # its own text names the stream, not the file
-        raise UnreadableImageError("UnidentifiedImageError: cannot identify image file") from error
+        reason = "UnidentifiedImageError: cannot identify image file"
+        raise UnreadableImageError('HEIC; pip install "cdc-plugin[heic]"' if is_heif else reason) from error
     except Exception as error:  # damaged files make the decoders raise nearly every kind of error
         raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
+
+
+@functools.cache
+def _register_heif() -> None:
+    """Let Pillow read HEIC, if the package for it is installed."""
+    with contextlib.suppress(ImportError):  # images are then skipped, each with that reason
+        importlib.import_module("pillow_heif").register_heif_opener()
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -1,7 +1,7 @@
 """Open any source of images as one square uint8 array, so that views are computed in batches on the device."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,16 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdc_plugin.data.cache import compute_digest
+from cdc_plugin.data.cache import compute_digest, copy_rows
 from cdc_plugin.data.decode import Pixels
 from cdc_plugin.data.sources import describe_source, native_size
-from cdc_plugin.data.sources.arrays import digest_array
-from cdc_plugin.data.sources.base import UNLABELLED, spread_evenly
+from cdc_plugin.data.sources.arrays import ONE_COLOUR, fingerprint
+from cdc_plugin.data.sources.base import UNLABELLED, explain_left_aside, spread_evenly
+from cdc_plugin.data.sources.features import FeatureSource
 from cdc_plugin.data.store import Progress, Skipped, check_readable, read_once, read_squares
 from cdc_plugin.data.views import SMALL_SIDE, storage_size
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import ConfigError, shorten
 
 DEFAULT_SIZE = 224
+EXAMPLES = 3  # images that a warning names
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,14 @@ class ImageSet:
     change of files, and with which images could not be read.
     """
 
-    images: Pixels  # (N, S, S, 3), in memory or mapped from disk
+    images: Pixels | FeatureSource  # (N, S, S, 3), in memory or mapped from disk; or vectors (N, D) in their place
     names: list[str]  # path relative to the source folder with forward slashes, or the index as text
     labels: NDArray[np.int64] | None = None  # (N,) for reporting only
     class_names: list[str] | None = None
     skipped: list[tuple[str, str]] = field(default_factory=list)  # name of what could not be read, and why; not in N
     source: str = ""
     digest: str = ""
+    warnings: list[dict[str, Any]] = field(default_factory=list)  # about the images themselves
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,8 +48,15 @@ class ImageSet:
         return self.count
 
     def batch(self, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """Return the images at these indices as uint8 (B, 3, S, S), a copy."""
-        return torch.from_numpy(np.asarray(self.images[np.asarray(indices)])).permute(0, 3, 1, 2)
+        """Return the images at these indices as uint8 (B, 3, S, S), or their vectors as float32 (B, D), a copy."""
+        images, places = self.images, np.asarray(indices)
+        rows = torch.from_numpy(images[places] if isinstance(images, FeatureSource) else copy_rows(images, places))
+        return rows if rows.ndim == 2 else rows.permute(0, 3, 1, 2)
+
+    def picture(self, index: int) -> Pixels | None:
+        """Return an image (H, W, 3) to look at; None where there is only a vector."""
+        images = self.images
+        return images.picture(index) if isinstance(images, FeatureSource) else np.asarray(images[index])
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Survey:
     source: str
     looked_at: int  # how many images were read
     skipped: list[tuple[str, str]]  # name and reason of those that could not be
+    left_aside: str  # which files are no images that can be read; empty if there are none
 
 
 def survey_images(
@@ -68,8 +79,10 @@ def survey_images(
     >>> survey_images("digits", 32, looks=8).count
     1797
     """
+    if isinstance(source, FeatureSource):
+        return Survey(len(source), source.labels is not None, source.description, 0, [], "")
     side = storage_size(input_size)
-    described = describe_source(source, side, root)
+    described = describe_source(source, side, root, labels)
     sample = described.sample(looks)
     skipped: Skipped = []
     for _ in read_squares(sample, side, skipped):
@@ -77,7 +90,8 @@ def survey_images(
     check_readable(described, skipped)  # that none of some images can be read does not condemn the source
     unreadable = [(sample.names[index], reason) for index, reason in skipped]
     has_labels = labels and described.labels is not None and not (described.labels == UNLABELLED).all()
-    return Survey(len(described), has_labels, described.description, len(sample), unreadable)
+    _, left_aside = explain_left_aside(described.left_aside)
+    return Survey(len(described), has_labels, described.description, len(sample), unreadable, left_aside)
 
 
 def open_images(
@@ -103,15 +117,19 @@ def open_images(
             of a folder, an image, a .npz, .npy or .parquet file, of tar shards (``shards/*.tar``,
             ``part-{000..009}.tar``) or of a saved Hugging Face data set; ``hf:NAME:SPLIT``; a uint8 array or
             tensor; a map-style torch or Hugging Face data set; a list of paths or PIL images; or an ``ImageSource``.
+            A ``FeatureSource`` has vectors in place of images.
         input_size: side that the network takes. None keeps square images of one size up to 96 pixels as they
             are and takes 224 otherwise.
-        labels: False drops labels that the source has.
+        labels: False does not look at labels that the source may have.
         root: folder that named data sets are looked for in; see ``cdc_plugin.data.sources.named``.
         cache: folder for images that take more than 64 MB; None is the cache that all runs share
             (``cdc_plugin.data.cache``), and memory where there is none.
         progress: wraps an iterable, given its length and a description, to show how far it is.
         limit: read at most so many images, evenly spread over the source.
     """
+    if isinstance(source, FeatureSource):
+        names, known, classes = source.names, source.labels if labels else None, source.class_names
+        return ImageSet(source, names, known, classes, source=source.description, digest=source.digest)
     size = input_size
     if size is None:
         native = native_size(source)
@@ -119,9 +137,9 @@ def open_images(
     if size < 8:
         raise ConfigError(f"the input size is at least 8 pixels; found {size}")
     side = storage_size(size)
-    described = describe_source(source, side, root)
+    described = describe_source(source, side, root, labels)
     described = described if limit is None else described.sample(limit)
-    pixels, skipped, known_labels = read_once(described, side, cache, progress)
+    pixels, skipped, known_labels, marks = read_once(described, side, cache, progress)
     names, kept_labels = described.names, known_labels if labels else None
     if skipped:
         readable = np.delete(np.arange(len(names)), [index for index, _ in skipped])
@@ -130,7 +148,7 @@ def open_images(
     if kept_labels is not None and (kept_labels == UNLABELLED).any():
         kept_labels = None
     # It differs if others of the same images could not be read.
-    parts = [] if described.exact else [digest_array(pixels)]
+    parts: list[str | bytes] = [] if described.exact or marks is None else [marks.tobytes()]
     parts += [str(index) for index, _ in skipped]
     return ImageSet(
         images=pixels,
@@ -140,7 +158,35 @@ def open_images(
         skipped=[(described.names[index], reason) for index, reason in skipped],
         source=described.description,
         digest=compute_digest([described.digest, *parts]) if parts else described.digest,
+        warnings=find_warnings(described.left_aside, marks, names),
     )
+
+
+def find_warnings(
+    left_aside: Mapping[str, int], marks: NDArray[np.uint64] | None, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return what report.json warns of: files beside the images, and by their fingerprints blank ones and copies."""
+    count, text = explain_left_aside(left_aside) if left_aside else (0, "")
+    warnings: list[dict[str, Any]] = []
+    if text:
+        warnings.append({"kind": "left_aside", "count": count, "examples": [], "text": text})
+    if marks is None:
+        return warnings
+    _, first, group = np.unique(marks, return_index=True, return_inverse=True)
+    original, is_blank = first[group], marks >= ONE_COLOUR
+    blank = np.flatnonzero(is_blank)
+    copies = np.flatnonzero((original < np.arange(len(marks))) & ~is_blank)
+    pair = [*original[copies[:1]], *copies[:1]]
+    for kind, places, shown, text in (
+        ("blank", blank, blank[:EXAMPLES], "blank (of one colour, transparent or a single pixel)"),
+        ("copies", copies, pair, "copies (pixel by pixel; they count again in training and in every figure)"),
+    ):
+        if len(places):
+            examples = [names[place] for place in shown]
+            text = f"{len(places):,} of {len(marks):,} images, such as {', '.join(map(shorten, examples))}: {text}"
+            text += "; remove what is not intended"
+            warnings.append({"kind": kind, "count": len(places), "examples": examples, "text": text})
+    return warnings
 
 
 def digest_image_list(images: ImageSet, looks: int = 64) -> str:
@@ -152,4 +198,11 @@ def digest_image_list(images: ImageSet, looks: int = 64) -> str:
     """
     sample = images.images[spread_evenly(len(images), looks)]
     skipped = [name for name, _ in images.skipped]
-    return compute_digest([str(images.images.shape), digest_array(sample), str(len(skipped)), *skipped, *images.names])
+    parts: list[str | bytes] = [
+        str(images.images.shape),
+        sample.tobytes() if sample.ndim == 2 else fingerprint(sample.astype(np.uint8, copy=False)).tobytes(),
+        str(len(skipped)),
+        *skipped,
+        *images.names,
+    ]
+    return compute_digest(parts)

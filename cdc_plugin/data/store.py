@@ -19,6 +19,8 @@ from PIL import Image
 from cdc_plugin.data import cache
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.decode import Pixels, UnreadableImageError, square_from_pil, squares_from_array
+from cdc_plugin.data.side import describe_side
+from cdc_plugin.data.sources.arrays import fingerprint, split_rows
 from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.errors import DataError
 
@@ -29,13 +31,16 @@ BLOCK = 8  # images that a thread reads at once: handing over each alone takes l
 QUICK = 0.001
 MEASURED, SLOW_MEASUREMENTS = 16, 3  # images over which that is measured, and how many times in a row
 MEMORY_LIMIT = 64 * 1024**2
-VERSION = 3  # of how squares are made; files of another one are made again
+VERSION = 4  # of how squares are made; files of another one are made again
 RETRIED = 16  # images that could not be read, and are tried again before a kept file is trusted
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 Skipped = list[tuple[int, str]]
-# Squares (N, side, side, 3), index and reason of the images that were skipped, and the labels of all images.
-Squares = tuple[Pixels, Skipped, NDArray[np.int64] | None]
+Marks = NDArray[np.uint64]
+HOPELESS = 5_000  # images without a readable one among them, at the start
+# Squares (N, side, side, 3), index and reason of the images that were skipped, the labels of all images, and the (N,)
+# fingerprints, which mapped arrays of many GB do not have.
+Squares = tuple[Pixels, Skipped, NDArray[np.int64] | None, Marks | None]
 
 
 def read_once(
@@ -46,7 +51,7 @@ def read_once(
     These are kept in the ``folder``; None is the cache that all runs share.
     """
     if not callable(source.content) and source.content.shape[1:3] == (side, side):
-        return source.content, [], source.labels
+        return source.content, [], source.labels, source.marks
     size = len(source) * side * side * 3
     if size <= MEMORY_LIMIT:
         return _read_into_memory(source, side, progress)
@@ -54,7 +59,8 @@ def read_once(
     if place is None or (folder is None and not source.exact):
         return _read_into_private_file(source, side, progress)
     # The side is part of the name, so that runs at two sizes can share a cache folder.
-    path = place / f"images-{source.digest}-{side}.npy"
+    digest = cache.compute_digest([source.digest, how]) if (how := describe_side(side)) else source.digest
+    path = place / f"images-{digest}-{side}.npy"
 
     def make() -> Squares:
         if folder is None:
@@ -72,9 +78,9 @@ def read_squares(
     description = f"reading {source.description}"
     if not callable(source.content):
         array = source.content
-        starts = range(0, len(array), CHUNK)
-        for start in show(starts, len(starts), description):
-            yield squares_from_array(array[start : start + CHUNK], side)
+        blocks = list(split_rows(range(len(array)), CHUNK, max(array[:1].nbytes, 3 * side**2)))
+        for block in show(blocks, len(blocks), description):
+            yield squares_from_array(array[block.start : block.stop], side)
         return
     with warnings.catch_warnings():
         # Large scans are wanted here; what passes twice Pillow's limit raises and is skipped.
@@ -83,15 +89,18 @@ def read_squares(
         for index, result in enumerate(show(results, len(source), description)):
             if isinstance(result, str):
                 skipped.append((index, result))
+                if len(skipped) == index + 1 == HOPELESS:
+                    check_readable(source, skipped)
             else:
                 yield result[None]
 
 
 def check_readable(source: ImageSource, skipped: Skipped) -> None:
-    """Refuse a source of which every image was skipped."""
-    if skipped and len(skipped) == len(source):
+    """Refuse a source of which every image was skipped, or so many of the first that it can be no mishap."""
+    if skipped and len(skipped) in (len(source), HOPELESS) and skipped[-1][0] == len(skipped) - 1:
+        first = "" if len(skipped) == len(source) else f"first {len(skipped):,} of the "
         raise DataError(
-            f"none of the {len(source)} images of {source.description} can be read; the first, {source.names[0]}: "
+            f"none of the {first}{len(source)} images of {source.description} can be read; {source.names[0]}: "
             f"{skipped[0][1]}; open one of them in an image viewer to see whether the files are complete"
         )
 
@@ -126,9 +135,20 @@ def _read_in_order(read: Callable[[int], Image.Image], count: int, side: int, wo
             yield from ahead.popleft().result()
 
 
-def _read_all(source: ImageSource, side: int, skipped: Skipped, progress: Progress | None) -> Iterator[Pixels]:
-    yield from read_squares(source, side, skipped, progress)
-    check_readable(source, skipped)  # here, so that no file is kept
+def _start_reading(
+    source: ImageSource, side: int, progress: Progress | None
+) -> tuple[Iterator[Pixels], Skipped, list[Marks]]:
+    """Return all squares, and two lists that grow with them: what was skipped, and fingerprints."""
+    skipped: Skipped = []
+    marks: list[Marks] = []
+
+    def read() -> Iterator[Pixels]:
+        for squares in read_squares(source, side, skipped, progress):
+            marks.append(fingerprint(squares))
+            yield squares
+        check_readable(source, skipped)  # here, so that no file is kept
+
+    return read(), skipped, marks
 
 
 def _read_into_memory(source: ImageSource, side: int, progress: Progress | None) -> Squares:
@@ -140,31 +160,32 @@ def _read_into_memory(source: ImageSource, side: int, progress: Progress | None)
             f"{len(source)} images of {side} x {side} need {cache.format_bytes(prod(shape))} of memory, "
             "more than there is; set CDC_CACHE to a folder on disk, or choose a smaller input size"
         ) from error
-    skipped: Skipped = []
+    parts, skipped, marks = _start_reading(source, side, progress)
     count = 0
-    for squares in _read_all(source, side, skipped, progress):
+    for squares in parts:
         images[count : count + len(squares)] = squares
         count += len(squares)
-    return images[:count], skipped, source.labels
+    return images[:count], skipped, source.labels, np.concatenate(marks)
 
 
 def _read_into_private_file(source: ImageSource, side: int, progress: Progress | None) -> Squares:
     """Read into a file that goes with this process, so that memory does not grow with the images; else into memory."""
-    skipped: Skipped = []
-    parts = _read_all(source, side, skipped, progress)
+    parts, skipped, marks = _start_reading(source, side, progress)
     images = cache.write_private_rows("images", parts, (len(source), side, side, 3), np.uint8)
-    return _read_into_memory(source, side, progress) if images is None else (images, skipped, source.labels)
+    if images is None:
+        return _read_into_memory(source, side, progress)
+    return cache.protect(images), skipped, source.labels, np.concatenate(marks)
 
 
 def _read_into_file(source: ImageSource, side: int, path: Path, progress: Progress | None) -> Squares:
-    """Read into a file and write notes beside it: what was skipped, and the labels that were read."""
+    """Read into a file and write notes beside it: what was skipped, labels that were read, and fingerprints."""
     notes = path.with_suffix(".json")
     notes.unlink(missing_ok=True)  # should this process be killed, old notes must not be taken for those of new images
-    skipped: Skipped = []
-    images = cache.write_rows(path, _read_all(source, side, skipped, progress), (len(source), side, side, 3), np.uint8)
-    labels = None if source.labels is None else source.labels.tolist()
-    write_text(notes, json.dumps({"version": VERSION, "count": len(images), "skipped": skipped, "labels": labels}))
-    return images, skipped, source.labels
+    parts, skipped, marks = _start_reading(source, side, progress)
+    images = cache.write_rows(path, parts, (len(source), side, side, 3), np.uint8)
+    labels, numbers = None if source.labels is None else source.labels.tolist(), np.concatenate(marks)
+    write_text(notes, json.dumps({"version": VERSION, "skipped": skipped, "labels": labels, "marks": numbers.tolist()}))
+    return cache.protect(images), skipped, source.labels, numbers
 
 
 def _find_squares(source: ImageSource, side: int, path: Path) -> Squares | None:
@@ -173,16 +194,16 @@ def _find_squares(source: ImageSource, side: int, path: Path) -> Squares | None:
         notes: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         if notes["version"] != VERSION:
             return None
-        count = int(notes["count"])
+        marks = np.array(notes["marks"], dtype=np.uint64)
         skipped = [(int(index), str(reason)) for index, reason in notes["skipped"]]
         labels = None if notes["labels"] is None else np.array(notes["labels"], dtype=np.int64)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    images = cache.open_rows(path, (count, side, side, 3), np.uint8)
+    images = cache.open_rows(path, (len(marks), side, side, 3), np.uint8)
     if images is None:
         return None
     for index, _ in skipped[:RETRIED]:
         with contextlib.suppress(UnreadableImageError):
             source.read(index)
             return None
-    return images, skipped, labels
+    return cache.protect(images), skipped, labels, marks

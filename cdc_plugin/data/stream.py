@@ -1,7 +1,7 @@
 """Read images of any source chunk by chunk: memory does not grow with their number, and labels are never looked at."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,18 +13,19 @@ from numpy.typing import NDArray
 
 from cdc_plugin.data.decode import Pixels, squares_from_array
 from cdc_plugin.data.sources import describe_source, find_kind
-from cdc_plugin.data.sources.arrays import ArrayRows, read_rows_of_array, read_rows_of_file, split_rows, to_pixels
+from cdc_plugin.data.sources.arrays import ArrayRows, read_rows_of_array, read_rows_of_file, to_pixels
 from cdc_plugin.data.sources.base import ImageSource
+from cdc_plugin.data.sources.features import FeatureSource
 from cdc_plugin.data.store import CHUNK, Skipped, check_readable, read_squares
 from cdc_plugin.errors import DataError
 
 
 class Chunk(NamedTuple):
-    """Images that were read: their names, (n,) which of the source they are, and squares (n, side, side, 3)."""
+    """Images that were read: names, (n,) which of the source they are, squares (n, side, side, 3) or vectors (n, D)."""
 
     names: list[str]
     places: NDArray[np.int64]
-    squares: Pixels
+    squares: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ImageStream:
     """Images that are known but not kept; made by `open_stream`."""
 
     source: ImageSource | ArrayRows
-    side: int  # of the squares they are read as
+    side: int  # of the squares they are read as; 0 where vectors stand in their place
     unreadable: Skipped = field(default_factory=list)  # complete after the last chunk
 
     def __len__(self) -> int:
@@ -42,11 +43,6 @@ class ImageStream:
     @property
     def description(self) -> str:
         return self.source.description
-
-    @property
-    def skipped(self) -> list[tuple[str, str]]:
-        """Return name and reason of every image that could not be read."""
-        return [(self.source.names[place], reason) for place, reason in self.unreadable]
 
     def chunks(self, size: int = CHUNK, pieces: Sequence[range] | None = None) -> Iterator[Chunk]:
         """Yield the readable images in order, ``size`` at once; the next chunk is read while this one is used.
@@ -72,7 +68,7 @@ class ImageStream:
             read = [squares[:0], *read_squares(self.source.choose(wanted), self.side, skipped)]
             return np.concatenate(read), [(self.source.names[wanted[index]], reason) for index, reason in skipped]
         start = 0
-        for block in self.source.blocks(split_rows(range(len(self)), CHUNK)):
+        for block in self.source.blocks(self.source.split(range(len(self)), CHUNK)):
             inside = np.flatnonzero((wanted >= start) & (wanted < start + len(block)))
             if len(inside):
                 squares[inside] = self._make_squares(block[wanted[inside] - start])
@@ -80,13 +76,13 @@ class ImageStream:
         return squares, []
 
     def _array_chunks(self, rows: ArrayRows, size: int, pieces: Sequence[range]) -> Iterator[Chunk]:
-        ranges = [block for piece in pieces for block in split_rows(piece, size)]
+        ranges = [block for piece in pieces for block in rows.split(piece, size)]
         for places, block in zip(ranges, rows.blocks(ranges), strict=True):
             names = rows.names[places.start : places.stop]
             yield Chunk(names, np.array(places, dtype=np.int64), np.array(self._make_squares(block)))
 
     def _make_squares(self, block: NDArray[Any]) -> Pixels:
-        return squares_from_array(to_pixels(block, self.description), self.side)
+        return squares_from_array(to_pixels(block, self.description), self.side) if self.side else block
 
     def _image_chunks(self, source: ImageSource, size: int, pieces: Sequence[range]) -> Iterator[Chunk]:
         wanted = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
@@ -124,19 +120,26 @@ def open_stream(source: Any, side: int) -> ImageStream:
     >>> [len(chunk.names) for chunk in stream.chunks(1000)]
     [1000, 797]
     """
+    if isinstance(source, FeatureSource):
+
+        def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
+            return (source[rows.start : rows.stop] for rows in ranges)
+
+        rows = ArrayRows(source.shape, np.dtype(np.float32), blocks, source.names, source.description, source.digest)
+        return ImageStream(rows, 0)
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
         rows = read_rows_of_array(source, "array")
     elif isinstance(source, str | os.PathLike) and find_kind(source) == "array":
-        rows = read_rows_of_file(Path(source).expanduser())
+        rows = read_rows_of_file(Path(os.path.expanduser(source)))
     else:
-        described = describe_source(source, side, None)
+        described = describe_source(source, side, None, labels=False)
         if callable(described.content):
             return ImageStream(described, side)
         rows = read_rows_of_array(described.content, described.description, described.names)
     # Layouts that are no images are refused here, before anything is computed.
-    to_pixels(next(rows.blocks(split_rows(range(len(rows)), 1)), np.empty(rows.shape, rows.dtype)), rows.description)
+    to_pixels(next(rows.blocks(rows.split(range(len(rows)), 1)), np.empty(rows.shape, rows.dtype)), rows.description)
     return ImageStream(rows, side)
 
 

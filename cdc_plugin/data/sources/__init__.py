@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from cdc_plugin.data.atomic import has_content
 from cdc_plugin.data.decode import UnreadableImageError
 from cdc_plugin.data.sources.arrays import describe_array, describe_array_file, read_image_size, to_pixels
-from cdc_plugin.data.sources.base import ACCEPTED, ImageSource, is_image_name, spread_evenly
+from cdc_plugin.data.sources.base import ACCEPTED, HINTS, ImageSource, is_image_name, spread_evenly
 from cdc_plugin.data.sources.folder import describe_files, describe_folder, find_uniform_side, list_images
 from cdc_plugin.data.sources.hugging_face import (
     HUB,
@@ -38,8 +39,8 @@ SAVED = ({"dataset_dict.json"}, {"state.json", "dataset_info.json"})  # files th
 
 Kind = Literal["array", "named", "hub", "shards", "saved", "parquet", "folder", "image"]
 
-# Images that lie in larger files: from path and side to the source.
-PACKED: dict[Kind | None, Callable[[str, int], ImageSource]] = {
+# Images that lie in larger files: from path, side and whether labels are wanted to the source.
+PACKED: dict[Kind | None, Callable[[str, int, bool], ImageSource]] = {
     "hub": describe_hub_dataset,
     "shards": describe_shards,
     "saved": describe_saved_dataset,
@@ -47,23 +48,23 @@ PACKED: dict[Kind | None, Callable[[str, int], ImageSource]] = {
 }
 
 
-def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None) -> ImageSource:
-    """Return what is known of a source of any kind, without reading more than that takes."""
+def describe_source(source: Any, side: int, root: str | os.PathLike[str] | None, labels: bool = True) -> ImageSource:
+    """Return what is known of a source of any kind, without reading more than that takes; labels only where wanted."""
     if isinstance(source, ImageSource):
         return source
     if isinstance(source, str | os.PathLike):
-        return _describe_path(source, side, root)
+        return _describe_path(source, side, root, labels)
     if isinstance(source, np.ndarray | torch.Tensor):
         return describe_array(source)
     if isinstance(source, list | tuple) and source:
         if all(isinstance(entry, str | os.PathLike) for entry in source):
             return describe_files(source, side, f"{len(source)} files")
         if all(isinstance(entry, Image.Image) for entry in source):
-            return describe_dataset(source, f"{len(source)} images")
+            return describe_dataset(source, f"{len(source)} images", labels)
     if _is_hugging_face(source):
-        return describe_hugging_face(source, side)
+        return describe_hugging_face(source, side, labels)
     if is_dataset(source) and not isinstance(source, dict):
-        return describe_dataset(source, type(source).__name__)
+        return describe_dataset(source, type(source).__name__, labels)
     raise DataError(
         f"expected {PATHS}, the name of a data set, an array or tensor, a list of paths or images, or a data set "
         f"with __len__ and __getitem__; found {type(source).__name__}"
@@ -85,7 +86,7 @@ def native_size(source: Any) -> int | None:
     if isinstance(source, list | tuple) and source and all(isinstance(entry, str | Path) for entry in source):
         return find_uniform_side(source)
     if _is_hugging_face(source):
-        return _look_at_images(describe_hugging_face(source, SMALL_SIDE))
+        return _look_at_images(describe_hugging_face(source, SMALL_SIDE, False))
     if is_dataset(source) and len(source) > 0:
         first, last = read_item_size(source[0]), read_item_size(source[len(source) - 1])
         return _check_square(first) if first == last else None
@@ -104,8 +105,8 @@ def find_kind(source: str | os.PathLike[str]) -> Kind | None:
     >>> find_kind("digits"), find_kind("hf:ylecun/mnist:train"), find_kind("shards/{000..009}.tar")
     ('named', 'hub', 'shards')
     """
-    text, path = os.fspath(source), Path(source).expanduser()
-    if path.suffix.lower() in ARRAY_FILES and path.is_file():
+    text, path = os.fspath(source), Path(os.path.expanduser(source))
+    if path.suffix.lower() in ARRAY_FILES and has_content(path):
         return "array"
     if isinstance(source, str) and source in datasets:  # before a folder of that name
         return "named"
@@ -116,7 +117,7 @@ def find_kind(source: str | os.PathLike[str]) -> Kind | None:
     name = text.lower()
     if name.endswith(".tar") or (name.endswith(COMPRESSED) and (path.is_file() or "{" in name or "*" in name)):
         return "shards"
-    if not path.is_file():
+    if not has_content(path):
         return None
     if path.suffix.lower() == ".parquet":
         return "parquet"
@@ -141,10 +142,12 @@ def _find_kind_of_folder(path: Path) -> Kind:
     return "folder"
 
 
-def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.PathLike[str] | None) -> ImageSource:
-    kind, text, path = find_kind(source), os.fspath(source), Path(source).expanduser()
+def _describe_path(
+    source: str | os.PathLike[str], side: int, root: str | os.PathLike[str] | None, labels: bool
+) -> ImageSource:
+    kind, text, path = find_kind(source), os.fspath(source), Path(os.path.expanduser(source))
     if kind == "array":
-        return describe_array_file(path)
+        return describe_array_file(path, labels)
     if kind == "named":
         return datasets.get(text).load(find_data_root(root), side)
     if kind == "folder":
@@ -152,26 +155,29 @@ def _describe_path(source: str | os.PathLike[str], side: int, root: str | os.Pat
     if kind == "image":
         return describe_files([path], side, str(path), [path.name])
     if kind in PACKED:
-        return PACKED[kind](text, side)
+        return PACKED[kind](text, side, labels)
     if not path.exists():
         raise DataError(
             f"nothing at {source}; expected {PATHS}, or one of the data sets {', '.join(datasets.names())}; "
             "check the path"
         )
-    raise DataError(
-        f"{path} is of no known kind: expected {PATHS}, or an image ({ACCEPTED}); unpack archives that are no shards"
-    )
+    known = path.suffix.lower() in (*ARRAY_FILES, ".parquet") or is_image_name(path.name)
+    if known and path.is_file():
+        raise DataError(f"{path} is empty (0 bytes); copy or download it again")
+    fitting = (hint for kinds, hint in HINTS.items() if path.suffix.lower() in kinds)
+    hint = next(fitting, "unpack archives that are no shards")
+    raise DataError(f"{path} is of no known kind: expected {PATHS}, or an image ({ACCEPTED}); {hint}")
 
 
 def _native_size_of_path(source: str | os.PathLike[str]) -> int | None:
-    kind, text, path = find_kind(source), os.fspath(source), Path(source).expanduser()
+    kind, text, path = find_kind(source), os.fspath(source), Path(os.path.expanduser(source))
     if kind == "named":
         return datasets.get(text).native_size
     if kind == "array":
         return _check_square(read_image_size(path))
     if kind == "folder":
         return find_uniform_side(list_images(path), folder=str(path))
-    return _look_at_images(PACKED[kind](text, SMALL_SIDE)) if kind in PACKED else find_uniform_side([path])
+    return _look_at_images(PACKED[kind](text, SMALL_SIDE, False)) if kind in PACKED else find_uniform_side([path])
 
 
 def _look_at_images(source: ImageSource) -> int | None:

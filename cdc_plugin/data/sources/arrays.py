@@ -3,27 +3,29 @@
 import contextlib
 import hashlib
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
-from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import Pixels
-from cdc_plugin.data.sources.base import ImageSource, read_state
+from cdc_plugin.data.sources.base import ImageSource, number_classes, read_state
 from cdc_plugin.errors import DataError
 
 IMAGE_KEYS = ("x", "images", "data", "X")
 LABEL_KEYS = ("y", "labels", "targets", "label", "Y")
+LABELS_EXPECTED = "expected one integer or string per row; mend the labels, or ignore them (--no-labels)"
+ONE_COLOUR = 1 << 63  # the bit of a fingerprint that blank images have
 LAYOUTS = "(N, H, W), (N, H, W, 1), (N, H, W, 3), (N, H, W, 4) or (N, 3, H, W)"
 UNPACKED_FREELY, MOST_TIMES = 1 << 30, 200  # bytes of an array, and times its packed size, beyond which it is a bomb
+MOST_MEMBERS = 1000
+LARGEST_IMAGE, BLOCK_BYTES = 1 << 29, 1 << 28  # bytes of an image, and of several that are read at once
 FULL_DIGEST_BYTES = 1 << 30  # larger files are told apart by a sample of their rows, and their time of change
 
 
@@ -34,35 +36,32 @@ def describe_array(
     class_names: list[str] | None = None,
 ) -> ImageSource:
     """Return a source of images of one size in memory, named by their index."""
-    pixels = to_pixels(images, description)
-    return _build_source(pixels, labels, class_names, description, digest_array(pixels))
+    return _build_source(to_pixels(images, description), labels, class_names, description)
 
 
-def describe_array_file(path: Path) -> ImageSource:
+def describe_array_file(path: Path, labels: bool = True) -> ImageSource:
     """Return a source of the images of a .npy file, or of a .npz file with their labels if it holds some."""
-    images, labels = _read_array_file(path)
+    images, known = _read_array_file(path, labels)
     pixels = to_pixels(images, str(path))
     # What would take long to read is known by a part of it, and the time when it was written.
     step = -(-pixels.nbytes // FULL_DIGEST_BYTES) if isinstance(images, np.memmap) else 1
-    digest = digest_array(pixels, step)
-    if step > 1:
-        digest = compute_digest([digest, str(read_state(path))])
-    return _build_source(pixels, labels, None, str(path), digest)
+    return _build_source(pixels, known, None, str(path), step, str(read_state(path)) if step > 1 else "")
 
 
 def read_image_size(path: Path) -> tuple[int, ...]:
     """Return height and width of the images of a .npy or .npz file."""
-    return to_pixels(_read_array_file(path)[0][:1], str(path)).shape[1:3]
+    return to_pixels(np.atleast_1d(_read_array_file(path, labels=False)[0])[:1], str(path)).shape[1:3]
 
 
-def digest_array(images: Pixels, step: int = 1) -> str:
-    """Return a short hash of shape and content, or of every k-th row and the last."""
-    chunk = 1024 * step
-    state = hashlib.blake2b(repr(images.shape).encode(), digest_size=8)
-    for start in range(0, len(images), chunk):
-        state.update(np.ascontiguousarray(images[start : start + chunk : step]).data)
-    state.update(np.ascontiguousarray(images[-1:]).data)
-    return state.hexdigest()
+def fingerprint(images: Pixels, step: int = 1) -> NDArray[np.uint64]:
+    """Return a number for each image (N, H, W, 3), or each k-th: equal for equal pixels, top bit set for one colour."""
+    marks = []
+    for image in images[::step]:
+        pixels = np.ascontiguousarray(image).reshape(-1, 3)
+        mark = int.from_bytes(hashlib.sha1(pixels.data, usedforsecurity=False).digest()[:8], "little") >> 1
+        is_blank = (pixels[0] == pixels[-1]).all() and (pixels == pixels[0]).all()
+        marks.append(mark | ONE_COLOUR if is_blank else mark)
+    return np.array(marks, dtype=np.uint64)
 
 
 def to_pixels(images: NDArray[Any] | torch.Tensor, description: str) -> Pixels:
@@ -94,23 +93,28 @@ class ArrayRows:
     blocks: Callable[[Iterable[range]], Iterator[NDArray[Any]]]  # from rising ranges of rows to their content
     names: list[str]
     description: str  # what to call the array in messages
+    digest: str = ""  # where it is known
 
     def __len__(self) -> int:
         return len(self.names)
 
+    def split(self, rows: range, size: int) -> Iterator[range]:
+        """Yield consecutive blocks of ``size`` rows, fewer where images are large."""
+        return split_rows(rows, size, prod(self.shape[1:]) * self.dtype.itemsize)
 
-def split_rows(rows: range, size: int) -> Iterator[range]:
-    """Yield consecutive blocks of ``size`` rows, the last one shorter."""
+
+def split_rows(rows: range, size: int, row_bytes: int = 1) -> Iterator[range]:
+    """Yield consecutive blocks of ``size`` rows, fewer where rows take many bytes; the last one is shorter."""
+    size = max(1, min(size, BLOCK_BYTES // row_bytes))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def read_rows_of_array(array: NDArray[Any], description: str, names: list[str] | None = None) -> ArrayRows:
     """Return the rows of an array in memory, named by their index where they have no other name."""
-
-    def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
-        return (array[rows.start : rows.stop] for rows in ranges)
-
-    return ArrayRows(array.shape, array.dtype, blocks, names or _number_rows(array.shape), description)
+    names = names or number_rows(array.shape)
+    return ArrayRows(
+        array.shape, array.dtype, lambda ranges: (array[rows.start : rows.stop] for rows in ranges), names, description
+    )
 
 
 def read_rows_of_file(path: Path) -> ArrayRows:
@@ -120,78 +124,86 @@ def read_rows_of_file(path: Path) -> ArrayRows:
     """
     member = None
     with _explain_unreadable(path):
-        if _is_archive(path):
+        if is_archive(path):
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-                _check_members(archive.zip)
-                key = _find_image_key(archive, path)
-                member = f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
-        with _open_stream(path, member) as stream:
-            shape, column_first, dtype = _read_header(stream)
-        if member is None and prod(shape) * dtype.itemsize > path.stat().st_size:
-            raise EOFError
+                member = find_member(archive, _find_image_key(archive, path))
+        with open_stream(path, member) as stream:
+            shape, column_first, dtype = read_header(stream, path.stat().st_size if member is None else inf)
         if column_first or dtype.hasobject or not shape:  # objects are refused here
-            return read_rows_of_array(_read_array_file(path)[0], str(path))
+            return read_rows_of_array(_read_array_file(path, labels=False)[0], str(path))
 
     def blocks(ranges: Iterable[range]) -> Iterator[NDArray[Any]]:
-        with _explain_unreadable(path), _open_stream(path, member) as stream:
-            _read_header(stream)
+        with _explain_unreadable(path), open_stream(path, member) as stream:
+            read_header(stream)
             first = stream.tell()
             for rows in ranges:
                 # In an archive forward only: what is skipped is unpacked, but once for all ranges.
                 stream.seek(first + rows.start * prod(shape[1:]) * dtype.itemsize)
                 block = np.empty((len(rows), *shape[1:]), dtype)
-                content = stream.read(block.nbytes)
-                if len(content) < block.nbytes:
+                if stream.readinto(block.reshape(-1).view(np.uint8)) < block.nbytes:
                     raise EOFError
-                block.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
                 yield block
 
-    return ArrayRows(shape, dtype, blocks, _number_rows(shape), str(path))
+    return ArrayRows(shape, dtype, blocks, number_rows(shape), str(path))
 
 
 def _build_source(
-    pixels: Pixels, labels: Any, class_names: list[str] | None, description: str, digest: str
+    pixels: Pixels, labels: Any, class_names: list[str] | None, description: str, step: int = 1, state: str = ""
 ) -> ImageSource:
+    marks = fingerprint(pixels, step)
+    digest = hashlib.blake2b(f"{pixels.shape} {state}".encode() + marks.tobytes(), digest_size=8).hexdigest()
     if labels is not None:
-        labels, expected = np.asarray(labels), (len(pixels),)
-        labels = labels[:, 0] if labels.shape == (*expected, 1) else labels
-        is_whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool
-        if labels.shape != expected or not is_whole:
-            raise DataError(
-                f"{description}: expected one integer label per image, shape {expected}; found "
-                f"{labels.dtype} {labels.shape}; mend the labels or leave them out"
-            )
-        labels = labels.astype(np.int64)
-    return ImageSource(pixels, _number_rows(pixels.shape), labels, class_names, digest, description)
+        labels, class_names = number_labels(labels, len(pixels), description, class_names)
+    names, known = number_rows(pixels.shape), marks if step == 1 else None
+    return ImageSource(pixels, names, labels, class_names, digest, description, marks=known)
 
 
-def _read_array_file(path: Path) -> tuple[NDArray[Any], NDArray[Any] | None]:
+def number_labels(
+    labels: Any, count: int, description: str, class_names: list[str] | None = None
+) -> tuple[NDArray[np.int64], list[str] | None]:
+    """Return labels as (N,) numbers and the names of classes where they are words; refuse what is not one a sample."""
+    labels, expected = np.asarray(labels), (count,)
+    labels = labels[:, 0] if labels.shape == (*expected, 1) else labels
+    is_text = labels.dtype.kind in "US"
+    if labels.shape != expected or not (is_text or np.issubdtype(labels.dtype, np.integer) or labels.dtype == bool):
+        raise DataError(f"{description} has {count} rows and labels {labels.dtype} {labels.shape}; {LABELS_EXPECTED}")
+    if is_text:
+        words = np.char.decode(labels, "utf-8", "replace") if labels.dtype.kind == "S" else labels
+        labels, class_names = number_classes(words.tolist())
+    return labels.astype(np.int64), class_names
+
+
+def _read_array_file(path: Path, labels: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
     """Return the image array and the labels of a file, as stored; never unpickles."""
     with _explain_unreadable(path):
-        if not _is_archive(path):
+        if not is_archive(path):
+            with open_stream(path, None) as stream:
+                read_header(stream, path.stat().st_size)
             # Copy-on-write: the file is not read whole and torch may take the rows without a warning.
             return np.load(path, mmap_mode="c", allow_pickle=False), None
         # Opened here, since NumPy leaves a broken archive open.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            _check_members(archive.zip)
-            key = _find_image_key(archive, path)
-            label_key = next((key for key in LABEL_KEYS if key in archive.files), None)
-            return archive[key], None if label_key is None else archive[label_key]
+            images = archive[_find_image_key(archive, path)]
+            label_key = next((key for key in LABEL_KEYS if labels and key in archive.files), None)
+            if label_key is not None and read_member_header(archive, label_key)[1].hasobject:
+                raise DataError(f"{path}: {label_key} holds pickled objects; {LABELS_EXPECTED}")
+            return images, None if label_key is None else archive[label_key]
 
 
-def _check_members(archive: zipfile.ZipFile) -> None:
-    """Refuse arrays that unpack to absurd sizes, and headers that state more than there is: before memory is taken."""
-    for info in archive.infolist():
-        if info.file_size > max(UNPACKED_FREELY, MOST_TIMES * info.compress_size):
-            raise ValueError(f"{info.filename} unpacks to more than {MOST_TIMES} times its size")
-        if info.filename.endswith(".npy"):
-            with archive.open(info) as stream:
-                shape, _, dtype = _read_header(stream)
-            if prod(shape) * dtype.itemsize > info.file_size and not dtype.hasobject:
-                raise ValueError(f"{info.filename} states the shape {shape}, which is more than it holds")
+def find_member(archive: Any, key: str) -> str:
+    return f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
 
 
-def _is_archive(path: Path) -> bool:
+def read_member_header(archive: Any, key: str) -> tuple[tuple[int, ...], np.dtype]:
+    """Return shape and type of an array; refuse one that unpacks to an absurd size or states more than it holds."""
+    info = archive.zip.getinfo(find_member(archive, key))
+    if info.file_size > max(UNPACKED_FREELY, MOST_TIMES * info.compress_size):
+        raise ValueError(f"{info.filename} unpacks to more than {MOST_TIMES} times its size")
+    with archive.zip.open(info) as stream:
+        return read_header(stream, info.file_size)[::2]
+
+
+def is_archive(path: Path) -> bool:
     """Return whether a file is a .npz; its content counts, not the extension."""
     with open(path, "rb") as file:
         return file.read(2) == b"PK"
@@ -201,7 +213,9 @@ def _is_archive(path: Path) -> bool:
 def _explain_unreadable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except DataError:
+        raise
+    except Exception as error:  # damaged files make NumPy and zipfile raise nearly every kind of error
         reason = "it ends early" if isinstance(error, EOFError) else error
         raise DataError(
             f"{path} cannot be read as a NumPy file ({reason}); expected an array of images without pickled "
@@ -225,7 +239,7 @@ def _move_channels_last(array: NDArray[Any], description: str) -> NDArray[Any]:
 def _to_eight_bit(array: NDArray[Any], description: str) -> Pixels:
     if array.dtype == np.uint8:
         return array
-    low, high = array.min(), array.max()
+    low, high = (array.min(), array.max()) if array.dtype.kind in "biuf" else (np.nan, np.nan)
     if array.dtype == bool or (np.issubdtype(array.dtype, np.floating) and low >= 0 and high <= 1):
         return np.rint(array.astype(np.float32) * 255).astype(np.uint8)
     if np.issubdtype(array.dtype, np.integer) and low >= 0 and high <= 255:
@@ -240,9 +254,13 @@ def _find_image_key(archive: Any, path: Path) -> str:
     """Return which member of a .npz file holds the images."""
     for key in IMAGE_KEYS:
         if key in archive.files:
+            read_member_header(archive, key)  # refused before memory is taken
             return key
-    # Looking at a member decompresses it; done only when no usual name is there.
-    fitting = [key for key in archive.files if archive[key].ndim in (3, 4) and archive[key].dtype == np.uint8]
+    if len(archive.files) > MOST_MEMBERS:  # each of them would be opened
+        raise ValueError(f"it holds {len(archive.files):,} arrays, none of them under {', '.join(IMAGE_KEYS)}")
+    arrays = [key for key in archive.files if find_member(archive, key).endswith(".npy")]
+    headers = {key: read_member_header(archive, key) for key in arrays}
+    fitting = [key for key, (shape, dtype) in headers.items() if len(shape) in (3, 4) and dtype == np.uint8]
     if len(fitting) == 1:
         return fitting[0]
     raise DataError(
@@ -251,12 +269,12 @@ def _find_image_key(archive: Any, path: Path) -> str:
     )
 
 
-def _number_rows(shape: tuple[int, ...]) -> list[str]:
+def number_rows(shape: tuple[int, ...]) -> list[str]:
     return [str(index) for index in range(shape[0] if shape else 0)]
 
 
 @contextlib.contextmanager
-def _open_stream(path: Path, member: str | None) -> Iterator[IO[bytes]]:
+def open_stream(path: Path, member: str | None) -> Iterator[Any]:
     """Open a .npy file, or a member of a .npz file."""
     if member is None:
         with open(path, "rb") as stream:
@@ -266,8 +284,14 @@ def _open_stream(path: Path, member: str | None) -> Iterator[IO[bytes]]:
             yield stream
 
 
-def _read_header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read shape, order and type that a .npy stream begins with."""
+def read_header(stream: Any, size: float = inf) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Read shape, order and type that a .npy stream begins with; refuse what does not fit into its size, or memory."""
     version = npy_format.read_magic(stream)
     read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-    return read(stream)
+    shape, column_first, dtype = read(stream)
+    is_shape = all(type(side) is int and side >= 0 for side in shape)
+    if not is_shape or (prod(shape) * dtype.itemsize > size and not dtype.hasobject):
+        raise ValueError(f"it states the shape {shape}, which is more than it holds")
+    if not 0 < prod(shape[1:]) * dtype.itemsize <= LARGEST_IMAGE:
+        raise ValueError(f"rows of the shape {shape[1:]} are empty or take more than {LARGEST_IMAGE >> 20} MB each")
+    return shape, column_first, dtype

@@ -6,19 +6,23 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from cdc_plugin.data.atomic import has_content
 from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import decode_file
 from cdc_plugin.data.sources.base import (
     ACCEPTED,
+    HINTS,
     LOG_INTERVAL,
     WORKERS,
     ImageSource,
+    find_extension,
     is_image_name,
     number_classes,
     read_state,
@@ -34,8 +38,10 @@ log = logging.getLogger(__name__)
 
 def describe_folder(folder: Path, side: int) -> ImageSource:
     """Return a source of every image below a folder, sorted by path; labels from class sub-folders if there are any."""
-    names = list_images(folder)
-    return describe_files(names, side, str(folder), names, *find_class_folders(names), folder=os.fspath(folder))
+    others: Counter[str] = Counter()
+    names = list_images(folder, others)
+    source = describe_files(names, side, str(folder), names, *find_class_folders(names), folder=os.fspath(folder))
+    return replace(source, left_aside=others)
 
 
 def describe_files(
@@ -62,23 +68,25 @@ def describe_files(
     )
 
 
-def list_images(folder: Path) -> list[str]:
-    """Return the paths of all images relative to the folder, with forward slashes, sorted.
+def list_images(folder: Path, others: Counter[str] | None = None) -> list[str]:
+    """Return the paths of all images relative to the folder, with forward slashes, sorted; count others by extension.
 
     Hidden files and folders are left out. Links are followed, but every folder is entered once only.
     """
-    others: Counter[str] = Counter()
+    others = Counter() if others is None else others
     names = sorted(_walk(folder, others))
     if names:
         return names
     kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common(5)) or "nothing else either"
     hints = {
+        **HINTS,
         (".npz", ".npy"): "give the path of the .npz or .npy file itself",
         (".parquet",): "give the path of a .parquet file, or of the folder it lies in",
         (".tar",): f"name the shards themselves: {folder / '*.tar'}",
         (".zip", ".gz", ".tgz"): "unpack the archive first",
     }
-    fitting = (hint for extensions, hint in hints.items() if others.keys() & extensions)
+    common = [kind for kind, _ in others.most_common()]
+    fitting = (hint for kind in common for extensions, hint in hints.items() if kind in extensions)
     hint = next(fitting, "give the path of the folder that holds the images")
     raise DataError(f"no images in {folder}: expected {ACCEPTED} files; found {kinds}; {hint}")
 
@@ -104,7 +112,7 @@ def find_uniform_side(paths: Sequence[str | os.PathLike[str]], looks: int = 16, 
     sizes = set()
     for index in spread_evenly(len(paths), looks):
         try:
-            if os.path.isfile(path := os.path.join(folder, paths[index])):  # no pipe, which would never end
+            if has_content(path := os.path.join(folder, paths[index])):
                 with Image.open(path) as image:
                     sizes.add(image.size)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
@@ -133,13 +141,14 @@ def _walk(folder: Path, others: Counter[str]) -> Iterator[str]:
             name = f"{inside}/{entry.name}" if inside else entry.name
             if entry.name.startswith(".") or entry.name in IGNORED_FOLDERS:
                 continue
-            if _is_folder(entry):
+            # Without looking at the file unless it is a link, which may point to where one may not look.
+            if os.path.isdir(entry) if entry.is_symlink() else entry.is_dir(follow_symlinks=False):
                 below.append(name)
             elif is_image_name(entry.name):
                 count += 1
                 yield name
             else:
-                others[os.path.splitext(entry.name)[1].lower() or "(no extension)"] += 1
+                others[find_extension(entry.name)] += 1
         waiting += sorted(below, reverse=True)  # in a fixed order: of two links to a folder the first one counts
 
 
@@ -151,10 +160,3 @@ def _list_folder(path: str, entered: set[tuple[int, int]]) -> Iterator[os.DirEnt
             entered.add((state.st_dev, state.st_ino))
             with os.scandir(path) as entries:
                 yield from entries
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to where one may not look
-        return False

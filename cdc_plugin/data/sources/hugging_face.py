@@ -1,7 +1,8 @@
 """Describe Hugging Face data sets: objects, folders of save_to_disk, parquet files, and those of the hub by name."""
 
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,64 +10,111 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from cdc_plugin.data.atomic import has_content
 from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import UnreadableImageError, decode_bytes, decode_file
-from cdc_plugin.data.sources.base import UNLABELLED, WORKERS, ImageSource, read_state
+from cdc_plugin.data.sources.arrays import MOST_TIMES, UNPACKED_FREELY
+from cdc_plugin.data.sources.base import UNLABELLED, WORKERS, ImageSource, number_classes, read_state
 from cdc_plugin.errors import DataError
 
 HUB = "hf:"
+BATCH = 4096  # rows that are unpacked at once
 LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 
-def describe_hub_dataset(name: str, side: int) -> ImageSource:
-    """Return a source of ``hf:NAME`` or ``hf:NAME:SPLIT`` as ``datasets.load_dataset`` fetches it."""
+def describe_hub_dataset(name: str, side: int, labels: bool) -> ImageSource:
+    """Return a source of ``hf:NAME`` or ``hf:NAME:SPLIT``."""
+    return describe_hugging_face(load_hub_dataset(name), side, labels, name)
+
+
+def load_hub_dataset(name: str) -> Any:
+    """Return ``hf:NAME`` or ``hf:NAME:SPLIT`` as ``datasets.load_dataset`` fetches it."""
     title, _, split = name.removeprefix(HUB).partition(":")
     datasets = _import_datasets()
     try:
-        loaded = datasets.load_dataset(title, split=split or None, trust_remote_code=False)
+        return datasets.load_dataset(title, split=split or None, trust_remote_code=False)
     except Exception as error:  # the package, its file systems and the network raise all kinds of error
         raise DataError(
             f"{name} cannot be loaded ({_first_line(error)}); expected hf:NAME:SPLIT such as hf:ylecun/mnist:train, "
             "and the network or a data set that is in the cache of Hugging Face"
         ) from error
-    return describe_hugging_face(loaded, side, name)
 
 
-def describe_saved_dataset(source: str, side: int) -> ImageSource:
+def describe_saved_dataset(source: str, side: int, labels: bool) -> ImageSource:
     """Return a source of a folder that ``save_to_disk`` wrote."""
+    return describe_hugging_face(load_saved_dataset(source), side, labels, os.path.expanduser(source))
+
+
+def load_saved_dataset(source: str) -> Any:
+    """Return the data set in a folder that ``save_to_disk`` wrote."""
     datasets, path = _import_datasets(), os.path.expanduser(source)
     try:
-        loaded = datasets.load_from_disk(path)
+        for folder, _, names in os.walk(path):
+            endless = [name for name in names if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode)]
+            if endless:
+                raise ValueError(f"{endless[0]} is not a regular file")
+        return datasets.load_from_disk(path)
     except Exception as error:
         raise DataError(f"{path}: no data set that can be loaded ({_first_line(error)}); save it again") from error
-    return describe_hugging_face(loaded, side, path)
 
 
-def describe_parquet(source: str, side: int) -> ImageSource:
+def describe_parquet(source: str, side: int, labels: bool) -> ImageSource:
     """Return a source of a parquet file, or those of a folder, with a column of images as ``to_parquet`` writes it."""
-    datasets, path = _import_datasets(), Path(source).expanduser()
-    files = sorted(map(str, path.iterdir())) if path.is_dir() else [str(path)]
-    files = [file for file in files if file.lower().endswith(".parquet") and not Path(file).name.startswith(".")]
+    datasets, files = _import_datasets(), _list_parquet(Path(os.path.expanduser(source)))
+    _check_parquet(files)  # first, since datasets logs much and says little
     try:
         loaded = datasets.Dataset.from_parquet(files)
     except Exception as error:
-        which, reason = next(_find_damaged(files), (source, _first_line(error)))
-        raise DataError(f"{which} cannot be read as parquet ({reason}); write it again") from error
-    return describe_hugging_face(loaded, side, source)
+        raise DataError(f"{source} cannot be read as parquet ({_first_line(error)}); write it again") from error
+    return describe_hugging_face(loaded, side, labels, source)
 
 
-def _find_damaged(files: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield files that are no parquet, and why."""
+def open_parquet(path: Path) -> tuple[Any, int, Callable[[str], Iterator[Any]]]:
+    """Return schema and number of rows of a parquet file, or those of a folder, and a reader of a column in parts."""
+    _import_datasets()  # which brings pyarrow
     from pyarrow import parquet
 
+    files = _list_parquet(path)
+    rows = _check_parquet(files)
+
+    def read(column: str) -> Iterator[Any]:
+        for file in files:
+            try:
+                for batch in parquet.ParquetFile(file).iter_batches(BATCH, columns=[column]):
+                    yield batch.column(0)
+            except (OSError, KeyError, ValueError) as error:
+                raise DataError(f"{file} cannot be read as parquet ({_first_line(error)}); write it again") from error
+
+    return parquet.read_schema(files[0]), rows, read
+
+
+def _list_parquet(path: Path) -> list[str]:
+    files = sorted(map(str, path.iterdir())) if path.is_dir() else [str(path)]
+    return [file for file in files if file.lower().endswith(".parquet") and not Path(file).name.startswith(".")]
+
+
+def _check_parquet(files: list[str]) -> int:
+    """Return the number of rows; refuse files that are no parquet or unpack to an absurd size, or hold no row."""
+    from pyarrow import parquet
+
+    rows = 0
     for file in files:
         try:
-            parquet.read_metadata(file)
+            if not has_content(file):  # a pipe would never end
+                raise ValueError("it is no regular file with content")
+            facts = parquet.read_metadata(file)
+            unpacked = sum(facts.row_group(number).total_byte_size for number in range(facts.num_row_groups))
+            if unpacked > max(UNPACKED_FREELY, MOST_TIMES * os.path.getsize(file)):
+                raise ValueError(f"it unpacks to more than {MOST_TIMES} times its size")
         except Exception as error:
-            yield file, _first_line(error)
+            raise DataError(f"{file} cannot be read as parquet ({_first_line(error)}); write it again") from error
+        rows += facts.num_rows
+    if rows == 0:
+        raise DataError(f"{files[0]} holds no rows; expected at least one")
+    return rows
 
 
-def describe_hugging_face(dataset: Any, side: int, description: str | None = None) -> ImageSource:
+def describe_hugging_face(dataset: Any, side: int, labels: bool = True, description: str | None = None) -> ImageSource:
     """Return a source of a ``datasets.Dataset``: its first column of images, each read from its path or its bytes."""
     datasets = _import_datasets()
     name = description or type(dataset).__name__
@@ -82,7 +130,7 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
     if len(dataset) == 0:
         raise DataError(f"the data set {name} is empty; expected at least one image")
     column = _find_image_column(dataset)
-    labels, class_names = _read_labels(dataset)
+    known, class_names = _read_labels(dataset) if labels else (None, None)
     stored = dataset.with_format(None).select_columns([column])
     stored = stored.cast_column(column, datasets.Image(decode=False))
     # The fingerprint covers the notes of a data set, not the content of its files.
@@ -103,7 +151,7 @@ def describe_hugging_face(dataset: Any, side: int, description: str | None = Non
     return ImageSource(
         content=read,
         names=[str(index) for index in range(len(dataset))],
-        labels=labels,
+        labels=known,
         class_names=class_names,
         digest=compute_digest(["hugging face", stored._fingerprint, column, str(len(dataset)), *states]),
         description=name,
@@ -135,11 +183,15 @@ def _read_labels(dataset: Any) -> tuple[NDArray[np.int64] | None, list[str] | No
     for name in LABEL_COLUMNS:
         feature = dataset.features.get(name)
         classes = feature.names if isinstance(feature, ClassLabel) else None
-        if classes is None and not str(getattr(feature, "dtype", "")).startswith(("int", "uint")):
+        kind = str(getattr(feature, "dtype", ""))
+        if classes is None and not kind.startswith(("int", "uint", "string", "large_string")):
             continue
         values = dataset.with_format(None).select_columns([name])[:][name]
+        if "string" in kind:
+            numbers, classes = number_classes(value or "" for value in values)
+            return np.where([value is None for value in values], UNLABELLED, numbers), classes
         # -1 is what data sets without public labels have.
-        labels = [UNLABELLED if value is None or value < 0 else value for value in values]
+        labels = [UNLABELLED if value is None or not 0 <= value < -UNLABELLED else value for value in values]
         return np.array(labels, dtype=np.int64), classes
     return None, None
 

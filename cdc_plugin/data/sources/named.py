@@ -1,4 +1,4 @@
-"""Load data sets by name: the benchmarks of the paper, and the handwritten digits that come with the package.
+"""Load data sets by name: those of the paper, and the handwritten digits that come with the package.
 
 Nothing is downloaded here. Files are looked for below ``root``, else the folder that the environment variable
 CDC_DATA names, else ``data`` in the working directory.
@@ -58,7 +58,7 @@ class NamedDataset:
 
 def find_data_root(root: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder that named data sets are looked for in."""
-    return Path(root if root is not None else os.environ.get("CDC_DATA", "data")).expanduser()
+    return Path(os.path.expanduser(root if root is not None else os.environ.get("CDC_DATA", "data")))
 
 
 def find_coarse_labels(fine: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -96,12 +96,37 @@ def load_cifar(classes: int, root: Path, side: int) -> ImageSource:
     return describe_array(images, labels, f"cifar{classes}", class_names)
 
 
-def load_stl10(root: Path, side: int) -> ImageSource:
-    """Load STL-10, training and test images together, without the unlabeled part: 13,000 of 96 x 96."""
-    parts = [_load_torchvision("STL10", root, "stl10_binary", split=split) for split in ("train", "test")]
-    images = np.concatenate([part.data for part in parts]).transpose(0, 2, 3, 1)
+def load_stl10(root: Path, side: int, unlabelled: bool = False) -> ImageSource:
+    """Load STL-10, training and test images together: 13,000 of 96 x 96, with the unlabelled part 113,000."""
+    splits = ("train", "test", "unlabeled") if unlabelled else ("train", "test")
+    parts = [_load_torchvision("STL10", root, "stl10_binary", split=split) for split in splits]
+    images = _join_channels_last([part.data for part in parts])
+    if unlabelled:
+        return describe_array(images, description="stl10-all")
     labels = np.concatenate([part.labels for part in parts])
-    return describe_array(np.ascontiguousarray(images), labels, "stl10", list(parts[0].classes))
+    return describe_array(images, labels, "stl10", list(parts[0].classes))
+
+
+def load_svhn(root: Path, side: int) -> ImageSource:
+    """Load the test part of SVHN: 26,032 house numbers, 32 x 32."""
+    part = _load_torchvision("SVHN", root, "test_32x32.mat", split="test")
+    return describe_array(_join_channels_last([part.data]), part.labels, "svhn", [str(digit) for digit in range(10)])
+
+
+def load_dtd(root: Path, side: int) -> ImageSource:
+    """Load the Describable Textures Dataset (DTD), all three parts together: 5,640 images of 47 kinds."""
+    _load_torchvision("DTD", root, "dtd")  # refuses if it is absent; its parts share one folder of images
+    return replace(describe_folder(root / "dtd" / "dtd" / "images", side), description="dtd")
+
+
+def load_places365(root: Path, side: int) -> ImageSource:
+    """Load the validation images of Places365 in their small version: 36,500 scenes, 256 x 256."""
+    part = _load_torchvision("Places365", root, "val_256", split="val", small=True)
+    if not (root / "val_256").is_dir():  # torchvision looks at its lists only
+        raise DataError(f"Places365 has lists in {root}, but no images in {root / 'val_256'}; unpack val_256.tar there")
+    paths, labels = zip(*part.imgs, strict=True)
+    names = [Path(path).name for path in paths]
+    return describe_files(paths, side, "places365", names, np.array(labels, dtype=np.int64), list(part.classes))
 
 
 def load_tinyimagenet(root: Path, side: int) -> ImageSource:
@@ -143,11 +168,19 @@ def _load_torchvision(kind: str, root: Path, folder: str, **part: Any) -> Any:
     try:
         return getattr(torchvision_datasets, kind)(str(root), download=False, **part)
     except (RuntimeError, OSError) as error:
+        words = "".join(f"{key}={value!r}, " for key, value in part.items())
         raise DataError(
             f"{kind} is not, or not complete, in {root / folder} ({error}); fetch it with: python -c "
-            f'"import torchvision; torchvision.datasets.{kind}({str(root)!r}, download=True)", '
+            f'"import torchvision; torchvision.datasets.{kind}({str(root)!r}, {words}download=True)", '
             "or name the folder that holds it with the data root or CDC_DATA"
         ) from error
+
+
+def _join_channels_last(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Return arrays (n, 3, S, S) as one of (N, S, S, 3), with no third copy of what may be gigabytes."""
+    side = parts[0].shape[2]
+    joined = np.empty((sum(map(len, parts)), side, side, 3), np.uint8)
+    return np.concatenate([part.transpose(0, 2, 3, 1) for part in parts], out=joined)
 
 
 IMAGENET_SUBSETS = ("imagenet10", "imagenetdogs", "imagenet50", "imagenet100", "imagenet200")
@@ -160,7 +193,11 @@ datasets: Registry[NamedDataset] = Registry(
         "cifar100": NamedDataset(partial(load_cifar, 100), 32),
         "cifar20": NamedDataset(partial(load_cifar, 20), 32),
         "stl10": NamedDataset(load_stl10, 96),
+        "stl10-all": NamedDataset(partial(load_stl10, unlabelled=True), 96),
         "tinyimagenet": NamedDataset(load_tinyimagenet, 64),
+        "svhn": NamedDataset(load_svhn, 32),
+        "dtd": NamedDataset(load_dtd),
+        "places365": NamedDataset(load_places365, 256),
         **{name: NamedDataset(partial(load_imagenet_subset, name)) for name in IMAGENET_SUBSETS},
     },
 )

@@ -18,7 +18,7 @@ def is_dataset(source: object) -> bool:
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
-def describe_dataset(dataset: Any, name: str) -> ImageSource:
+def describe_dataset(dataset: Any, name: str, labels: bool = True) -> ImageSource:
     """Return a source of a map-style data set, or of a list of PIL images.
 
     It yields an image, or a tuple that starts with an image and an integer label. It is read by one thread, in order:
@@ -26,7 +26,7 @@ def describe_dataset(dataset: Any, name: str) -> ImageSource:
     """
     if len(dataset) == 0:
         raise DataError(f"the data set {name} is empty; expected at least one image")
-    labels = np.full(len(dataset), UNLABELLED, dtype=np.int64)
+    known = np.full(len(dataset), UNLABELLED, dtype=np.int64) if labels else None
 
     def read(index: int) -> Image.Image:
         try:
@@ -34,7 +34,8 @@ def describe_dataset(dataset: Any, name: str) -> ImageSource:
         except OSError as error:
             raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
         image, label = _split_item(item)
-        labels[index] = UNLABELLED if label is None else label
+        if known is not None and label is not None:
+            known[index] = label
         return _to_image(image, f"item {index} of {name}")
 
     classes = getattr(dataset, "classes", None)
@@ -42,7 +43,7 @@ def describe_dataset(dataset: Any, name: str) -> ImageSource:
     return ImageSource(
         content=read,
         names=[str(index) for index in range(len(dataset))],
-        labels=labels,
+        labels=known,
         class_names=list(classes) if named and classes else None,
         digest=_digest_sample(dataset, name),  # differs every time if transforms are random
         description=name,
@@ -62,7 +63,7 @@ def _split_item(item: Any) -> tuple[Any, int | None]:
     label = item[1] if len(item) > 1 else None
     if isinstance(label, torch.Tensor | np.ndarray) and label.ndim == 0:
         label = label.item()
-    if isinstance(label, bool | np.bool_ | int | np.integer):
+    if isinstance(label, bool | np.bool_ | int | np.integer) and abs(int(label)) < -UNLABELLED:
         return item[0], int(label)
     return item[0], None
 

@@ -7,6 +7,7 @@ import os
 import re
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from cdc_plugin.data.atomic import has_content
 from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.decode import UnreadableImageError, decode_bytes
 from cdc_plugin.data.sources.base import (
@@ -23,6 +25,8 @@ from cdc_plugin.data.sources.base import (
     UNLABELLED,
     WORKERS,
     ImageSource,
+    explain_left_aside,
+    find_extension,
     is_image_name,
     number_classes,
     read_state,
@@ -40,9 +44,11 @@ COMPRESSED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gz
 log = logging.getLogger(__name__)
 
 Place = tuple[int, int, int]  # shard, offset and size of an image
+# The places of images by name, labels by key of the sample, and how many other files there are by extension.
+Found = tuple[dict[str, Place], dict[str, str], Counter[str]]
 
 
-def describe_shards(source: str, side: int) -> ImageSource:
+def describe_shards(source: str, side: int, labels: bool = True) -> ImageSource:
     """Return a source of the images in tar files, in their order there.
 
     Labels are known where every image has a .cls or .json with one. A damaged shard gives what is before the damage,
@@ -52,9 +58,10 @@ def describe_shards(source: str, side: int) -> ImageSource:
     titles = [shard.stem for shard in shards]  # in names of images: short, but each in its own way
     if len(set(titles)) < len(titles):
         titles = [shard.with_suffix("").as_posix() for shard in shards]
-    places, notes, damage = _list_members(shards, titles)
+    (places, notes, others), damage = _list_members(shards, titles)
     if not places:
         reason = "".join(f"; {shard} {problem}" for shard, problem in list(damage.items())[:1])
+        reason += f"; {left}" if (left := explain_left_aside(others)[1]) else ""
         raise DataError(f"no images in the {len(shards)} shards of {source}; expected .jpg, .png, ... members{reason}")
     rows, problems = np.array(list(places.values()), dtype=np.int64), list(damage.values())
 
@@ -72,17 +79,18 @@ def describe_shards(source: str, side: int) -> ImageSource:
             raise UnreadableImageError("the shard ends within it")
         return decode_bytes(content, side)
 
-    labels, class_names = _number_labels(list(places), notes)
-    if labels is not None:
-        labels = np.append(labels, np.full(len(damage), UNLABELLED))
+    known, class_names = _number_labels(list(places), notes) if labels else (None, None)
+    if known is not None:
+        known = np.append(known, np.full(len(damage), UNLABELLED))
     return ImageSource(
         content=read,
         names=[*places, *damage],
-        labels=labels,
+        labels=known,
         class_names=class_names,
         digest=compute_digest(f"{title} {read_state(shard)}" for title, shard in zip(titles, shards, strict=True)),
         description=source,
         workers=WORKERS,
+        left_aside=others,
     )
 
 
@@ -103,9 +111,11 @@ def find_shards(source: str) -> list[Path]:
     for pattern in _expand_ranges(text):
         is_pattern = glob.has_magic(pattern) and not os.path.exists(pattern)
         paths += sorted(glob.glob(pattern)) if is_pattern else [pattern]
-    missing = next((path for path in paths if not os.path.isfile(path)), None)
+    missing = next((path for path in paths if not has_content(path)), None)
     if missing is not None or not paths:
-        raise DataError(f"no shard at {missing or source}; expected tar files such as 'shards/*.tar'; check the path")
+        raise DataError(
+            f"no shard with content at {missing or source}; expected tar files such as 'shards/*.tar'; check the path"
+        )
     return [Path(path) for path in paths]
 
 
@@ -120,24 +130,26 @@ def _expand_ranges(text: str) -> Iterator[str]:
         yield from _expand_ranges(f"{text[: match.start()]}{number:0{len(first)}d}{text[match.end() :]}")
 
 
-def _list_members(shards: list[Path], titles: list[str]) -> tuple[dict[str, Place], dict[str, str], dict[str, str]]:
-    """Return the places of all images by name, labels by key of the sample, and what is wrong by damaged shard."""
-    places: dict[str, Place] = {}
-    notes: dict[str, str] = {}
+def _list_members(shards: list[Path], titles: list[str]) -> tuple[Found, dict[str, str]]:
+    """Return what is in all shards, and what is wrong by damaged shard."""
+    found: Found = ({}, {}, Counter())
     damage: dict[str, str] = {}
     next_log = time.monotonic() + LOG_INTERVAL
     for number, (shard, title) in enumerate(zip(shards, titles, strict=True)):
         if time.monotonic() > next_log:
-            log.info("listing shards: %d of %d, %s images so far", number, len(shards), f"{len(places):,}")
+            log.info("listing shards: %d of %d, %s images so far", number, len(shards), f"{len(found[0]):,}")
             next_log = time.monotonic() + LOG_INTERVAL
-        problem = _list_shard(shard, title, number, places, notes)
+        problem = _list_shard(shard, title, number, found)
         if problem is not None:
             damage[f"{title}.tar"] = problem
-    return places, notes, damage
+    return found, damage
 
 
-def _list_shard(shard: Path, title: str, number: int, places: dict[str, Place], notes: dict[str, str]) -> str | None:
-    """Add the images of a shard and the labels of its notes, without links and the like; return what is wrong."""
+def _list_shard(shard: Path, title: str, number: int, found: Found) -> str | None:
+    """Add what is in a shard, without links and the like; return what is wrong."""
+    if not has_content(shard):  # a pipe would never end
+        return "is no tar file (it is empty, or not a regular file)"
+    places, notes, others = found
     before = len(places)
     try:
         # "r:" is without compression, so that a place in the archive is a place in the file.
@@ -154,11 +166,13 @@ def _list_shard(shard: Path, title: str, number: int, places: dict[str, Place], 
                     label = _read_label(archive.extractfile(member), base)
                     if label is not None:
                         notes[_find_key(name)] = label
+                else:
+                    others[find_extension(base)] += 1
             problem = _check_end(shard, archive.offset)
-    except (tarfile.ReadError, OSError) as error:
+    except Exception as error:  # damage makes tarfile raise nearly every kind, MemoryError for a name of a terabyte
         if _is_compressed(shard):
             raise DataError(_explain_compressed(shard)) from error
-        problem = str(error)
+        problem = str(error) or "a header states more than memory holds"
     if problem is None:
         return None
     count = len(places) - before
@@ -203,7 +217,7 @@ def _read_label(content: IO[bytes] | None, base: str) -> str | None:
         if base.endswith(".json"):
             facts = json.loads(text)
             value = next((facts[key] for key in LABEL_KEYS if key in facts), None) if isinstance(facts, dict) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     usable = isinstance(value, str | int) and not isinstance(value, bool) and "\0" not in str(value)
     return str(value) if usable and str(value) else None

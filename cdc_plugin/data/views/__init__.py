@@ -9,9 +9,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from cdc_plugin.data.views.operations import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, identity_maps, random_crops, warp
+from cdc_plugin.core.random_streams import send
+from cdc_plugin.data.side import Side
+from cdc_plugin.data.views.operations import (
+    COLOUR_OPERATIONS,
+    GEOMETRIC_OPERATIONS,
+    identity_maps,
+    random_crops,
+    resize,
+    warp,
+)
 from cdc_plugin.errors import UserError
 
 OPERATIONS = ("identity", *COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)
@@ -21,11 +29,14 @@ SMALL_SIDE = 96  # up to here images are kept whole, as CIFAR and STL images are
 def storage_size(input_size: int) -> int:
     """Return the side at which images are kept for a network that takes ``input_size``.
 
-    Above 96 pixels there is a margin of 8/7, so that the plain view is the usual centre crop (256 for 224).
+    Unless its authors state it, above 96 pixels there is a margin of 8/7, so that the plain view is the usual centre
+    crop (256 for 224).
 
     >>> storage_size(32), storage_size(224)
     (32, 256)
     """
+    if isinstance(input_size, Side):
+        return input_size.to_store()
     return input_size if input_size <= SMALL_SIDE else round(input_size * 8 / 7)
 
 
@@ -105,27 +116,30 @@ class Share:
 
 def channels_last(view: Tensor) -> Tensor:
     """Return a view in the layout in which convolutions take a third less time on CPUs, and which suits GPUs too."""
-    return view.contiguous(memory_format=torch.channels_last)
+    return view.contiguous(memory_format=torch.channels_last) if view.ndim == 4 else view
 
 
 def plain_view(images: Tensor, settings: ViewSettings) -> Tensor:
     """Return the whole image up to 96 pixels, above the centre crop that leaves out the margin; nothing is random."""
+    if images.ndim == 2:  # vectors in place of images
+        return images
     _check(images)
     size, stored = settings.input_size, images.shape[3]
     side = round(stored * size / storage_size(size))
     start = (stored - side) // 2
     pixels = images[:, :, start : start + side, start : start + side].float()
-    if side != size:
-        pixels = F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True)
-    return _normalise(pixels, settings)
+    return _normalise(resize(pixels, size), settings)
 
 
 def weak_view(images: Tensor, settings: ViewSettings, generator: torch.Generator, share: Share | None = None) -> Tensor:
     """Return a random resized crop, mirrored half of the time, of uint8 images that are a share of a batch, or all."""
+    if images.ndim == 2:
+        return images
     _check(images)
     share = share or Share(len(images), torch.arange(len(images)))
     crops = random_crops(share.count, settings.crop_scale, settings.aspect, generator)[share.rows]
     flip = random_flips(share.count, settings, generator)[share.rows]
+    crops, flip = _send_columns([crops, flip], images.device)
     return _normalise(warp(images.float(), crops, flip, None, settings.input_size), settings)
 
 
@@ -138,6 +152,8 @@ def strong_view(
     the crop into a single interpolation, the colour ones follow in the order of their slots: one after
     another as in RandAugment would blur the image with every step and cost several times as much.
     """
+    if images.ndim == 2:
+        return images
     _check(images)
     share = share or Share(len(images), torch.arange(len(images)))
     count, rows, size = share.count, share.rows, settings.input_size
@@ -146,10 +162,21 @@ def strong_view(
     drawn = torch.randint(max(len(settings.allowed), 1), (settings.operations, count), generator=generator)[:, rows]
     strength = torch.rand(settings.operations, count, generator=generator)[:, rows]
     maps = _merged_maps(settings.allowed, drawn, strength)
+    holes = _random_holes(settings, generator, share)
+    orders, strength, sizes = _sort_by_operation(drawn, strength, len(settings.allowed))
+    columns = [crops, flip, maps[:, :2].flatten(1), holes, strength.T, orders.T]
+    crops, flip, maps, holes, strength, orders = _send_columns(columns, images.device)
     # Clamped, since rounding in the interpolation can leave the range by a hair.
-    levels = warp(images.float(), crops, flip, maps, size).add_(0.5).clamp_(0, 255).to(torch.uint8)
-    levels = _recolour(levels, settings.allowed, drawn, strength)
-    return _cut_out(_normalise(levels.float(), settings), settings.largest_hole, generator, share)
+    levels = warp(images.float(), crops, flip, maps.view(-1, 2, 3), size).add_(0.5).clamp_(0, 255).to(torch.uint8)
+    levels = _recolour(levels, settings.allowed, orders.T.long(), strength.T, sizes)
+    return _cut_out(_normalise(levels.float(), settings), holes)
+
+
+def _send_columns(columns: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Send what was drawn for each image, (B,) or (B, n), to a device in one copy; whole numbers up to 2 ** 24 stay."""
+    matrices = [column.float() if column.ndim == 2 else column.float().unsqueeze(1) for column in columns]
+    sent = send(torch.cat(matrices, dim=1), device).split([matrix.shape[1] for matrix in matrices], dim=1)
+    return [part if column.ndim == 2 else part[:, 0] for part, column in zip(sent, columns, strict=True)]
 
 
 def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
@@ -168,26 +195,32 @@ def _merged_maps(allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
     return maps
 
 
-def _recolour(levels: Tensor, allowed: list[str], drawn: Tensor, strength: Tensor) -> Tensor:
-    """Apply the colour operations slot by slot to uint8 (B, 3, H, W); arguments as in ``_merged_maps``.
+def _sort_by_operation(drawn: Tensor, strength: Tensor, operations: int) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Return for each slot which place the image at each place comes from, its strength, and the sizes of the groups.
 
-    Images are sorted by their operation, so that each operation works on one slice: picking scattered images
-    out and putting them back takes longer than most operations.
+    Sorted by their operation, the images of each operation are one slice: picking scattered images out and putting
+    them back takes longer than most operations. The last row of places, (slots + 1, B), puts them in order again.
     """
-    where = torch.arange(len(levels))  # the image that lies at each place
-    for operations, shares in zip(drawn, strength, strict=True):
-        order = operations[where].argsort(stable=True)
-        where = where[order]
-        sizes = torch.bincount(operations, minlength=len(allowed)).tolist()
-        groups = levels.index_select(0, order.to(levels.device)).split(sizes)
-        magnitudes = shares[where].to(levels.device).split(sizes)
-        changed = list(groups)
-        for number, name in enumerate(allowed):
-            if name in COLOUR_OPERATIONS and sizes[number]:
+    where = torch.arange(drawn.shape[1])  # the image that lies at each place
+    orders, shares = [], []
+    for slot, strengths in zip(drawn, strength, strict=True):
+        orders.append(slot[where].argsort(stable=True))
+        where = where[orders[-1]]
+        shares.append(strengths[where])
+    sizes = [torch.bincount(slot, minlength=operations).tolist() for slot in drawn]
+    return torch.stack([*orders, where.argsort()]), torch.stack(shares) if shares else strength, sizes
+
+
+def _recolour(levels: Tensor, allowed: list[str], orders: Tensor, strength: Tensor, sizes: list[list[int]]) -> Tensor:
+    """Apply the colour operations slot by slot to uint8 (B, 3, H, W), as `_sort_by_operation` says."""
+    for order, shares, groups in zip(orders, strength, sizes, strict=False):  # a last order follows the slots
+        changed = list(levels.index_select(0, order).split(groups))
+        for number, (name, part) in enumerate(zip(allowed, shares.split(groups), strict=True)):
+            if name in COLOUR_OPERATIONS and groups[number]:
                 operation, low, high = COLOUR_OPERATIONS[name]
-                changed[number] = operation(groups[number], low + (high - low) * magnitudes[number])
+                changed[number] = operation(changed[number], low + (high - low) * part)
         levels = torch.cat(changed)
-    return levels.index_select(0, where.argsort().to(levels.device))
+    return levels.index_select(0, orders[-1])
 
 
 def random_flips(count: int, settings: CropSettings, generator: torch.Generator) -> Tensor:
@@ -198,22 +231,25 @@ def random_flips(count: int, settings: CropSettings, generator: torch.Generator)
 
 def _normalise(pixels: Tensor, settings: ViewSettings) -> Tensor:
     """Normalise float pixels from 0 to 255 in place."""
-    mean = torch.tensor(settings.mean, device=pixels.device).view(1, 3, 1, 1)
-    std = torch.tensor(settings.std, device=pixels.device).view(1, 3, 1, 1)
+    mean, std = send(torch.tensor([settings.mean, settings.std]), pixels.device).view(2, 1, 3, 1, 1)
     return pixels.mul_(1 / (255 * std)).sub_(mean / std)
 
 
-def _cut_out(images: Tensor, largest: int, generator: torch.Generator, share: Share) -> Tensor:
-    """Set one square of random side (1 to ``largest``) and centre in every image to 0, in place."""
-    if largest == 0:
-        return images
-    count, size = share.count, images.shape[3]
-    side = torch.randint(1, largest + 1, (count, 1), generator=generator)[share.rows]
-    first = torch.randint(size, (2, count, 1), generator=generator)[:, share.rows] - side // 2
-    pixel = torch.arange(size)
+def _random_holes(settings: ViewSettings, generator: torch.Generator, share: Share) -> Tensor:
+    """Draw one square of random side (1 to the largest) and centre for each image: (n, 3) side, first row, column."""
+    if settings.largest_hole == 0:
+        return torch.zeros(len(share.rows), 3)
+    side = torch.randint(1, settings.largest_hole + 1, (share.count, 1), generator=generator)[share.rows]
+    centre = torch.randint(settings.input_size, (2, share.count, 1), generator=generator)[:, share.rows]
+    return torch.cat([side, *(centre - side // 2)], dim=1)
+
+
+def _cut_out(images: Tensor, holes: Tensor) -> Tensor:
+    """Set the square of `_random_holes` in every image to 0, in place."""
+    pixel = torch.arange(images.shape[3], device=images.device)
+    side, first = holes[:, :1], holes[:, 1:].T.unsqueeze(2)
     inside = (pixel >= first) & (pixel < first + side)  # (2, B, size): rows, columns
-    hole = inside[0].unsqueeze(2) & inside[1].unsqueeze(1)
-    return images.masked_fill_(hole.unsqueeze(1).to(images.device), 0)
+    return images.masked_fill_((inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1), 0)
 
 
 def _check(images: Tensor) -> None:

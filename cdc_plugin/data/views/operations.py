@@ -40,28 +40,42 @@ def warp(images: Tensor, crops: Tensor, flip: Tensor, maps: Tensor | None, size:
     """Crop, flip and map float images (B, 3, S, S) to (B, 3, size, size) in one bilinear interpolation.
 
     Args:
-        crops: (B, 4) of ``random_crops``, on the CPU like all that is drawn.
+        crops: (B, 4) of ``random_crops``, on the device of the images like all that is drawn.
         flip: (B,) 1 or -1.
-        maps: (B, 3, 3) affine maps that follow the crop, or None. What they bring in from beyond the cropped
+        maps: (B, 2 or 3, 3) affine maps that follow the crop, or None. What they bring in from beyond the cropped
             image is black, as if the crop had been an image of its own.
     """
-    centres = (torch.arange(size, dtype=torch.float32) * 2 + 1) / size - 1
-    device = images.device
+    centres = (torch.arange(size, dtype=torch.float32, device=images.device) * 2 + 1) / size - 1
     if maps is None:
-        x = (centres * (crops[:, 0] * flip)[:, None] + crops[:, 2, None]).to(device)
-        y = (centres * crops[:, 1, None] + crops[:, 3, None]).to(device)
+        x = centres * (crops[:, 0] * flip)[:, None] + crops[:, 2, None]
+        y = centres * crops[:, 1, None] + crops[:, 3, None]
         grid = torch.stack([x[:, None, :].expand(-1, size, -1), y[:, :, None].expand(-1, -1, size)], dim=3)
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
-    centres, maps = centres.to(device), maps.to(device)
+        return _sample(images, grid)
     columns, rows = centres.view(1, 1, size), centres.view(1, size, 1)
     entries = maps[:, :2].unsqueeze(3).unsqueeze(4)  # (B, 2, 3, 1, 1)
     place = entries[:, :, 0] * columns + (entries[:, :, 1] * rows + entries[:, :, 2])  # (B, 2, size, size)
     inside = (place.abs().amax(dim=1, keepdim=True) <= 1).float()
-    half = torch.stack([crops[:, 0] * flip, crops[:, 1]], dim=1).to(device).view(-1, 2, 1, 1)
-    grid = torch.addcmul(crops[:, 2:].to(device).view(-1, 2, 1, 1), place, half).permute(0, 2, 3, 1)
-    # Border, not zeros: zeros would darken the outermost pixels of a crop that touches the edge.
-    sampled = F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
-    return sampled.mul_(inside)
+    half = torch.stack([crops[:, 0] * flip, crops[:, 1]], dim=1).view(-1, 2, 1, 1)
+    grid = torch.addcmul(crops[:, 2:].unsqueeze(2).unsqueeze(3), place, half).permute(0, 2, 3, 1)
+    return _sample(images, grid).mul_(inside)
+
+
+def _sample(images: Tensor, grid: Tensor) -> Tensor:
+    """Interpolate where the grid (B, H, W, 2) says, beyond the image its outermost pixels: zeros would darken crops."""
+    if images.device.type != "mps":
+        return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    # Torch before 2.13 has no border on MPS: the same points, moved to the centre of the outermost pixel.
+    edge = 1 - 1 / images.shape[3]
+    return F.grid_sample(images, grid.clamp(-edge, edge), mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def resize(images: Tensor, size: int) -> Tensor:
+    """Return float images (B, 3, S, S) of another size, interpolated with antialiasing."""
+    if images.shape[3] == size:
+        return images
+    # Torch before 2.7 has no antialiasing on MPS.
+    pixels = images.cpu() if images.device.type == "mps" else images
+    return F.interpolate(pixels, size=(size, size), mode="bilinear", antialias=True).to(images.device)
 
 
 def rotate(degrees: Tensor) -> Tensor:
@@ -111,16 +125,17 @@ def equalize(images: Tensor, magnitude: Tensor) -> Tensor:
     """
     count, channels, height, width = images.shape
     rows, pixels = count * channels, height * width
-    levels = images.reshape(rows, pixels)
-    places = levels.int() + torch.arange(0, rows * 256, 256, dtype=torch.int32, device=images.device).unsqueeze(1)
-    histogram = torch.bincount(places.flatten(), minlength=rows * 256).view(rows, 256)
-    brightest = histogram.gather(1, levels.amax(dim=1, keepdim=True).long())  # (rows, 1) pixels of the last level
+    levels = images.reshape(rows, pixels).long()
+    one = torch.ones((), dtype=torch.long, device=images.device)
+    histogram = torch.zeros(rows, 256, dtype=torch.long, device=images.device)
+    histogram.scatter_add_(1, levels, one.expand_as(levels))
+    brightest = histogram.gather(1, levels.amax(dim=1, keepdim=True))  # (rows, 1) pixels of the last level
     step = (pixels - brightest) // 255
     below = histogram.cumsum(dim=1) - histogram
     # Whole numbers below 2 ** 24 are divided exactly enough in float32, and much faster.
     table = torch.div((below + step // 2).float(), step.clamp(min=1).float(), rounding_mode="floor").clamp_(max=255)
     table = torch.where(step > 0, table, torch.arange(256.0, device=images.device))
-    return table.to(torch.uint8).gather(1, levels.long()).view_as(images)
+    return table.to(torch.uint8).gather(1, levels).view_as(images)
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Make the random views of the pretext task: crop, flip, colour jitter, grayscale, blur (appendix of the paper)."""
+"""Make the random views of the pretext task: crop, flip, colour jitter, grayscale, blur, solarisation (appendix)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.random_streams import send
 from cdc_plugin.data.views import CropSettings, random_flips
 from cdc_plugin.data.views.operations import random_crops, warp
 from cdc_plugin.errors import UserError
 
 ASPECT = (3 / 4, 4 / 3)
 BLUR_SIGMA = (0.1, 2.0)  # pixels, as in SimCLR and MoCo-v2
+SOLARIZED_FROM = 128 / 255  # levels from here on are inverted, as in Pillow
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,10 @@ class PretextSettings(CropSettings):
 
     # Largest change of brightness, contrast, saturation and hue; hue in turns of the colour circle.
     jitter: tuple[float, float, float, float] = (0.4, 0.4, 0.4, 0.1)
-    jitter_share: float = 0.8  # of the views that are changed, as the two below
+    jitter_share: float = 0.8  # of the views that are changed, as the three below
     grayscale: float = 0.2
     blur: float = 0.5
+    solarize: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,7 +34,7 @@ class PretextSettings(CropSettings):
                 "jitter takes 4 numbers from 0 to 1, for brightness, contrast, saturation and hue (up to 0.5); "
                 f"found {list(self.jitter)}"
             )
-        for name in ("jitter_share", "grayscale", "blur"):
+        for name in ("jitter_share", "grayscale", "blur", "solarize"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is a share of the views, from 0 to 1; found {getattr(self, name)}")
 
@@ -41,18 +44,20 @@ def pretext_view(images: Tensor, settings: PretextSettings, generator: torch.Gen
     count, device = len(images), images.device
     crops = random_crops(count, settings.crop_scale, ASPECT, generator)
     flips = random_flips(count, settings, generator)
-    pixels = warp(images.float(), crops, flips, None, settings.input_size)
+    pixels = warp(images.float(), send(crops, device), send(flips, device), None, settings.input_size)
     pixels = _jitter(pixels.mul_(1 / 255).clamp_(0, 1), settings, generator)
-    gray = (torch.rand(count, generator=generator) < settings.grayscale).to(device)
+    gray = send(torch.rand(count, generator=generator) < settings.grayscale, device)
     pixels = torch.where(gray.view(-1, 1, 1, 1), _luma(pixels), pixels)
     blurred = (torch.rand(count, generator=generator) < settings.blur).nonzero().flatten()
     low, high = BLUR_SIGMA
     sigma = low + (high - low) * torch.rand(count, generator=generator)
     if len(blurred):
-        rows = blurred.to(device)
-        pixels[rows] = gaussian_blur(pixels[rows], sigma[blurred].to(device))
-    mean = torch.tensor(settings.mean, device=device).view(1, 3, 1, 1)
-    std = torch.tensor(settings.std, device=device).view(1, 3, 1, 1)
+        rows = send(blurred, device)
+        pixels[rows] = gaussian_blur(pixels[rows], send(sigma[blurred], device))
+    if settings.solarize:
+        chosen = send(torch.rand(count, generator=generator) < settings.solarize, device)
+        pixels = torch.where(chosen.view(-1, 1, 1, 1) & (pixels >= SOLARIZED_FROM), 1 - pixels, pixels)
+    mean, std = send(torch.tensor([settings.mean, settings.std]), device).view(2, 1, 3, 1, 1)
     return pixels.sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
 
 
@@ -110,13 +115,13 @@ def _jitter(pixels: Tensor, settings: PretextSettings, generator: torch.Generato
         if settings.jitter[number] > 0:
             change, still = _CHANGES[number]
             amount = torch.where(chosen, still + settings.jitter[number] * drawn[number], still)
-            pixels = change(pixels, amount.to(pixels.device))
+            pixels = change(pixels, send(amount, pixels.device))
     return pixels
 
 
 def _luma(pixels: Tensor) -> Tensor:
     """Return the luma (B, 1, H, W), ITU-R 601."""
-    weights = torch.tensor([0.299, 0.587, 0.114], device=pixels.device).view(1, 3, 1, 1)
+    weights = send(torch.tensor([0.299, 0.587, 0.114]), pixels.device).view(1, 3, 1, 1)
     return (pixels * weights).sum(dim=1, keepdim=True)
 
 

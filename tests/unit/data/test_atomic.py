@@ -1,11 +1,13 @@
+import csv
 import errno
+import io
 import os
 import stat
 
 import pytest
 from safetensors import SafetensorError
 
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import join_csv, unescape_cell, write_atomically
 from cdc_plugin.errors import UserError
 
 
@@ -75,3 +77,19 @@ def test_other_runtime_errors_are_not_disguised_and_a_folder_that_is_not_there_i
         write_atomically(tmp_path / "last.pt", failing(RuntimeError("shapes do not match")))
     with pytest.raises(UserError, match="cannot write"):
         write_atomically(tmp_path / "absent" / "file", lambda temporary: temporary.write_text("x"))
+
+
+def test_names_are_no_formulas_keep_to_one_line_of_utf_8_and_read_back_exactly():
+    signs = [*"=+-@\t\r\n＝＋－＠'\";\\\0\udcff\x85\u2028漢\ud800", "", " =", "a;=", "a;\t-"]
+    ends = ("1+1.png", "a\nb\r,c.png", "", "\\n", "-5", "cmd|' /C calc'!A0")
+    names = [sign + end for sign in signs for end in ends]
+    text = join_csv([[name, -0.5, "-0.500000"] for name in names])
+    assert len(text.encode("utf-8").splitlines()) == len(text.splitlines()) == len(names)
+    for delimiter in ",;":
+        cells = [cell for row in csv.reader(io.StringIO(text), delimiter=delimiter) for cell in row]
+        assert not any(cell.lstrip().startswith(tuple("=+@＝＋－＠\t\r")) for cell in cells)
+        assert not any(cell.lstrip().startswith("-") and not cell.startswith("-") for cell in cells)
+    rows = list(csv.reader(io.StringIO(text)))
+    assert [unescape_cell(row[0]) for row in rows] == names
+    assert {tuple(row[1:]) for row in rows} == {("-0.5", "-0.500000")}
+    assert unescape_cell("'typed \\ by hand") == "'typed \\ by hand"

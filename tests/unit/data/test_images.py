@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from cdc_plugin.data import ImageSource, UnreadableImageError, native_size, open_images, store
 from cdc_plugin.data.images import digest_image_list, survey_images
 from cdc_plugin.data.sources import arrays
-from cdc_plugin.data.sources.arrays import digest_array
+from cdc_plugin.data.sources.arrays import describe_array
 from cdc_plugin.errors import UserError
 
 RNG = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def test_every_layout_of_an_array_gives_the_same_images(layout):
     assert (images.images == PIXELS).all()
     assert images.images.dtype == np.uint8
     assert images.names == ["0", "1", "2", "3", "4", "5"]
-    assert images.digest == digest_array(PIXELS)
+    assert images.digest == describe_array(PIXELS).digest
 
 
 def test_gray_arrays_become_three_equal_channels():
@@ -99,7 +99,7 @@ def test_the_only_image_array_of_an_npz_is_found_whatever_its_name_and_that_of_t
     [
         ({"a": PIXELS, "b": PIXELS}, "found a, b"),
         ({"x": np.array([{}, {}])}, "pickled"),
-        ({"x": PIXELS, "y": np.arange(3)}, r"shape \(6,\); found int64 \(3,\)"),
+        ({"x": PIXELS, "y": np.arange(3)}, r"6 rows and labels int64 \(3,\)"),
         (None, "cannot be read as a NumPy file"),
     ],
 )
@@ -137,6 +137,25 @@ def test_data_set_with_labels_is_read_in_order(convert):
     assert images.class_names == ["even", "odd"]
     assert native_size(dataset) == 20
     assert images.digest == open_images(dataset, 20).digest
+
+
+WORDS = ["dog", "cat", "dog", "größe", "cat", "cat"]
+
+
+@pytest.mark.parametrize("labels", [np.array(WORDS), np.char.encode(WORDS, "utf-8"), np.array(WORDS)[:, None]])
+def test_labels_may_be_words(tmp_path, labels):
+    np.savez(tmp_path / "a.npz", x=PIXELS, y=labels)
+    images = open_images(tmp_path / "a.npz")
+    assert (images.labels.tolist(), images.class_names) == ([1, 0, 1, 2, 0, 0], ["cat", "dog", "größe"])
+
+
+@pytest.mark.parametrize("labels", [[1], np.full(6, np.nan), np.array([{}] * 6), np.zeros((6, 2), int), WORDS[:2]])
+def test_labels_that_are_not_wanted_are_not_looked_at(tmp_path, labels):
+    np.savez(tmp_path / "a.npz", x=PIXELS, y=labels)
+    with pytest.raises(UserError, match="--no-labels"):
+        open_images(tmp_path / "a.npz")
+    assert open_images(tmp_path / "a.npz", labels=False).labels is None
+    assert not survey_images(tmp_path / "a.npz", 32, labels=False).labels
 
 
 def test_data_set_without_labels_has_none():
@@ -230,6 +249,17 @@ def test_a_survey_counts_all_images_and_reads_few(tmp_path, write_images):
     assert len(survey_images(tmp_path, 20, looks=5).skipped) == 5
     with pytest.raises(UserError, match="none of the 10 images"):
         survey_images(tmp_path, 20)
+
+
+def test_reading_ends_early_where_nothing_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "HOPELESS", 4)
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match="none of the first 4 of the 6 images"):
+        open_images(tmp_path, 16)
+    Image.new("RGB", (20, 20)).save(tmp_path / "3.png")
+    found = open_images(tmp_path, 16)
+    assert (len(found), len(found.skipped)) == (1, 5)
 
 
 @pytest.mark.parametrize("quick", [True, False])

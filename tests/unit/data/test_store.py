@@ -265,3 +265,27 @@ def test_of_several_processes_one_reads_and_the_others_wait():
     for process in started:
         process.join()
     assert reads.empty()
+
+
+@pytest.mark.parametrize("limit", [store.MEMORY_LIMIT, 0])
+def test_blank_images_and_copies_are_named_wherever_images_are_kept(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(store, "MEMORY_LIMIT", limit)
+    noise = np.random.default_rng(0).integers(0, 256, (3, 40, 40, 3), dtype=np.uint8)
+    pictures = {name: Image.fromarray(noise[number]) for number, name in enumerate(["a", "b", "y"])}
+    pictures |= {"c": Image.new("RGBA", (9, 9)), "d": Image.new("L", (1, 1)), "z": pictures["b"]}
+    (tmp_path / "photos").mkdir()
+    for name, picture in pictures.items():
+        picture.save(tmp_path / "photos" / f"{name}.png")
+    (tmp_path / "photos" / "aa.png").touch()
+    for _ in range(2):  # read, and found in the cache
+        images = open_images(tmp_path / "photos", 32, cache=tmp_path)
+        found = {warning["kind"]: (warning["count"], warning["examples"]) for warning in images.warnings}
+        assert found == {"blank": (2, ["c.png", "d.png"]), "copies": (1, ["b.png", "z.png"])}
+        assert len(images) == 6
+    array = np.concatenate([noise, noise[:1], np.zeros_like(noise[:1])])
+    for data, size in ((array, 40), (array, 32), (array.transpose(0, 3, 1, 2), 40)):
+        assert [warning["examples"] for warning in open_images(data, size).warnings] == [["4"], ["0", "3"]]
+    assert open_images(noise, 32).warnings == []
+    changed = noise.copy()
+    changed[2, 39, 39, 2] ^= 1
+    assert open_images(noise, 40).digest != open_images(changed, 40).digest

@@ -1,6 +1,8 @@
 import logging
 import os
+import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from PIL import Image
 
 from cdc_plugin.data import decode, native_size, open_images
 from cdc_plugin.data.decode import UnreadableImageError, decode_file, to_rgb
-from cdc_plugin.data.sources import folder
+from cdc_plugin.data.images import survey_images
+from cdc_plugin.data.sources import base, folder
 from cdc_plugin.data.sources.folder import find_class_folders, list_images
 from cdc_plugin.errors import UserError
 
@@ -235,6 +238,10 @@ def test_progress_sees_every_image(tmp_path):
         ("a.csv", "absent", r"nothing at .*absent.*cifar10"),
         ("a.csv", "", r"jpg, jpeg, png.*found 1 \.csv"),
         ("a.csv", "a.csv", "unpack archives"),
+        ("a.heic", "", r"found 1 \.heic; .*cdc-plugin\[heic\]"),
+        ("a.heic", "a.heic", r"cdc-plugin\[heic\]"),
+        ("a.NEF", "", "raw photos"),
+        ("a.mp4", "", "ffmpeg"),
         ("a.npz", "", r"npz or \.npy file itself"),
         ("a.png", "", r"none of the 1 images.*a\.png: the file is empty"),
     ],
@@ -254,3 +261,39 @@ def test_files_of_any_size_are_read_alike(tmp_path, monkeypatch):
     assert (at_once.images == pixels).all()
     assert (open_images(tmp_path, 20).images == pixels).all()
     assert at_once.skipped == []
+
+
+def test_files_that_are_no_images_are_counted_and_notes_are_not(tmp_path):
+    save(tmp_path / "a.png")
+    for name in ("a.heic", "sub/b.HEIC", "c.mp4", "notes.txt", "labels.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    text = next(warning["text"] for warning in open_images(tmp_path).warnings if warning["kind"] == "left_aside")
+    assert text.startswith("left aside: 2 .heic, 1 .mp4; ")
+    assert "heic]" in text
+    assert "ffmpeg" in text
+    assert survey_images(tmp_path, 32).left_aside == text
+
+
+@pytest.mark.skipif(".avif" not in base.find_extensions(), reason="this Pillow reads no AVIF")
+def test_avif_is_read(tmp_path):
+    save(tmp_path / "a.avif")
+    assert open_images(tmp_path).names == ["a.avif"]
+
+
+def test_heic_is_read_where_its_reader_is_installed_and_else_named(tmp_path, monkeypatch):
+    (tmp_path / "a.jpg").write_bytes(b"\0\0\0\x18ftypheic" + bytes(100))  # as some phones name it
+    save(tmp_path / "b.png")
+    decode._register_heif.cache_clear()
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    assert "cdc-plugin[heic]" in dict(open_images(tmp_path, 32).skipped)["a.jpg"]
+    calls = []
+    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=lambda: calls.append(1)))
+    decode._register_heif.cache_clear()
+    open_images(tmp_path, 32)
+    assert calls == [1]
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: name == "pillow_heif")
+    base.find_extensions.cache_clear()
+    assert {".heic", ".heif", ".jpg"} <= set(base.find_extensions())
+    base.find_extensions.cache_clear()
+    decode._register_heif.cache_clear()

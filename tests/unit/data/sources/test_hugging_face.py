@@ -12,6 +12,7 @@ from cdc_plugin.data import native_size, open_images
 from cdc_plugin.errors import UserError
 
 datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 16, 16, 3), dtype=np.uint8)
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -51,6 +52,9 @@ def test_labels_can_be_left_out_and_hidden_ones_are_none():
     assert open_images(pictures([1.5] * 6, datasets.Value("float32"))).labels is None
     assert open_images(pictures(LABELS, datasets.Value("int64"), "fine_label")).labels.tolist() == LABELS
     assert open_images(pictures(LABELS, datasets.Value("int64"), "age")).labels is None
+    words = open_images(pictures(["owl", "dog", "owl"] * 2, datasets.Value("string")))
+    assert (words.labels.tolist(), words.class_names) == ([1, 0, 1] * 2, ["dog", "owl"])
+    assert open_images(pictures(["owl", None, "owl"] * 2, datasets.Value("string"))).labels is None
 
 
 def test_of_several_splits_one_must_be_named(tmp_path):
@@ -142,3 +146,21 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch):
 def test_other_kinds_of_data_set_are_refused_in_words(make, message):
     with pytest.raises(UserError, match=message):
         open_images(make(), 16)
+
+
+def test_a_table_that_unpacks_to_far_more_than_its_size_and_a_pipe_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cdc_plugin.data.sources.hugging_face.UNPACKED_FREELY", 100_000)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    zeros = pyarrow.table({"image": [bytes(1_000_000), bytes(2_000_000)]})
+    parquet.write_table(zeros, tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(UserError, match="unpacks to more than"):
+        open_images(tmp_path / "a.parquet", 8)
+    os.mkfifo(tmp_path / "0.parquet")
+    with pytest.raises(UserError, match="no regular file"):
+        open_images(tmp_path, 8)
+    pictures().save_to_disk(tmp_path / "saved")
+    victim = next((tmp_path / "saved").glob("*.arrow"))
+    victim.unlink()
+    os.mkfifo(victim)
+    with pytest.raises(UserError, match=f"{victim.name} is not a regular file"):
+        open_images(tmp_path / "saved", 8)

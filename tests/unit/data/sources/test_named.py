@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torchvision
 from PIL import Image
+from scipy.io import savemat
 from sklearn.datasets import load_digits
 
 from cdc_plugin.data import datasets, native_size, open_images
@@ -71,25 +72,82 @@ def test_cifar_is_training_and_test_part_together(monkeypatch, tmp_path):
     assert twenty.class_names == list(SUPERCLASSES)
 
 
-def test_stl10_leaves_the_unlabeled_part_out(monkeypatch, tmp_path):
-    def make(root, split, download):
-        assert split in ("train", "test")
-        data = np.zeros((3, 3, 96, 96), np.uint8)
-        data[:, 1] = 7
-        return SimpleNamespace(data=data, labels=np.array([0, 1, 2]), classes=["a", "b", "c"])
-
-    monkeypatch.setattr(torchvision.datasets, "STL10", make)
+def test_stl10_takes_the_unlabelled_part_only_where_it_is_asked_for(monkeypatch, tmp_path):
+    """The files are those of Stanford, read by torchvision's own class: column by column, labels from 1."""
+    folder = tmp_path / "stl10_binary"
+    folder.mkdir()
+    for name, count in (("train", 2), ("test", 3), ("unlabeled", 4)):
+        pixels = np.full((count, 3, 96, 96), count, np.uint8)
+        pixels[:, 1, 5, 0] = 77  # green, sixth column, first row
+        pixels.tofile(folder / f"{name}_X.bin")
+        np.arange(1, count + 1, dtype=np.uint8).tofile(folder / f"{name}_y.bin")
+    (folder / "class_names.txt").write_text("a\nb\nc\n")
+    monkeypatch.setattr(torchvision.datasets.STL10, "_check_integrity", lambda self: True)
     images = open_images("stl10", root=tmp_path)
-    assert images.images.shape == (6, 96, 96, 3)
-    assert images.images[0, 0, 0].tolist() == [0, 7, 0]
+    assert images.images.shape == (5, 96, 96, 3)
+    assert images.images[0, 0, 5].tolist() == [2, 77, 2]
+    assert (images.labels.tolist(), images.class_names) == ([0, 1, 0, 1, 2], ["a", "b", "c"])
+    everything = open_images("stl10-all", root=tmp_path)
+    assert everything.images[:, 9, 9, 0].tolist() == [2] * 2 + [3] * 3 + [4] * 4
+    assert everything.images[8, 0, 5].tolist() == [4, 77, 4]
+    assert everything.labels is None
+
+
+def test_svhn_is_its_test_part(monkeypatch, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 3, 4), dtype=np.uint8)  # as published: images last
+    savemat(tmp_path / "test_32x32.mat", {"X": pixels, "y": np.array([[1], [9], [10], [2]])})
+    monkeypatch.setattr(torchvision.datasets.SVHN, "_check_integrity", lambda self: True)
+    images = open_images("svhn", root=tmp_path)
+    assert (images.images == pixels.transpose(3, 0, 1, 2)).all()
+    assert images.labels.tolist() == [1, 9, 0, 2]
+
+
+def test_dtd_is_all_its_parts(tmp_path):
+    home = tmp_path / "dtd" / "dtd"
+    save_images(
+        home / "images", [f"{kind}/{kind}_{number}.jpg" for kind in ("banded", "dotted") for number in (1, 2, 3)]
+    )
+    (home / "images" / "dotted" / ".directory").touch()  # is in the archive
+    (home / "labels").mkdir()
+    for number, part in enumerate(("train", "val", "test"), 1):
+        (home / "labels" / f"{part}1.txt").write_text(f"banded/banded_{number}.jpg\ndotted/dotted_{number}.jpg\n")
+    images = open_images("dtd", 32, root=tmp_path)
+    assert (len(images), images.class_names, images.labels.tolist()) == (6, ["banded", "dotted"], [0] * 3 + [1] * 3)
+
+
+def test_places365_is_its_validation_part(monkeypatch, tmp_path):
+    (tmp_path / "categories_places365.txt").write_text("/a/airfield 0\n/b/barn 1\n")
+    (tmp_path / "places365_val.txt").write_text("Places365_val_1.jpg 1\nPlaces365_val_2.jpg 0\n")
+    monkeypatch.setattr(torchvision.datasets.places365, "check_integrity", lambda *given, **more: True)
+    with pytest.raises(UserError, match=r"unpack val_256\.tar"):
+        open_images("places365", 32, root=tmp_path)
+    save_images(tmp_path / "val_256", ["Places365_val_1.jpg", "Places365_val_2.jpg"])
+    images = open_images("places365", 32, root=tmp_path)
+    assert (images.names, images.labels.tolist()) == (["Places365_val_1.jpg", "Places365_val_2.jpg"], [1, 0])
+    assert images.class_names == ["/a/airfield", "/b/barn"]
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("cifar10", "cifar-10-batches-py"), ("cifar20", "cifar-100-python"), ("stl10", "stl10_binary")]
+    ("name", "place"),
+    [
+        ("cifar10", "cifar-10-batches-py"),
+        ("cifar20", "cifar-100-python"),
+        ("stl10", "stl10_binary"),
+        ("stl10-all", "stl10_binary"),
+        ("svhn", "test_32x32.mat"),
+        ("dtd", "dtd"),
+        ("places365", "val_256"),
+    ],
 )
 def test_absent_data_set_says_where_it_looked_and_how_to_get_it(name, place, tmp_path):
     with pytest.raises(UserError, match=f"{re.escape(str(tmp_path / place))}.*download=True"):
         open_images(name, root=tmp_path)
+
+
+def save_images(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (200, 0, 0)).save(folder / name)
 
 
 def save_classes(folder, classes, inner="", count=2):

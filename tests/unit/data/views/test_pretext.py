@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from torchvision.transforms.v2 import functional as oracle
 
 from cdc_plugin.data.images import open_images
@@ -85,6 +86,19 @@ def test_a_share_of_the_views_is_blurred(randomness):
     assert mixed.mean() < 0.8 * sharp.mean()
 
 
+def test_a_share_of_the_views_is_solarised_as_in_pillow(randomness):
+    levels = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(300, 3, 16, 16).contiguous()
+    views = pretext_view(levels, settings(16, solarize=0.2), torch.Generator().manual_seed(1))
+    plain = pretext_view(levels, settings(16), torch.Generator().manual_seed(1))
+    changed = (views != plain).flatten(1).any(dim=1)
+    assert 0.13 < changed.float().mean() < 0.27
+    for mine, before in zip(views[changed], plain[changed], strict=True):
+        image = Image.fromarray((before * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
+        theirs = np.asarray(ImageOps.solarize(image)).transpose(2, 0, 1) / 255
+        near = (before * 255 - 127.5).abs() > 0.6  # between 127 and 128 rounding decides
+        assert torch.allclose(mine[near], torch.from_numpy(theirs).float()[near], atol=0.6 / 255)
+
+
 def test_mirrored_views_appear_only_if_asked_for(randomness):
     images = torch.zeros(50, 3, 8, 8, dtype=torch.uint8)
     images[..., :2] = 255  # bright on the left
@@ -112,6 +126,7 @@ def test_the_same_generator_gives_the_same_views_and_another_others():
         ({"jitter": (0.4, 0.4)}, "jitter takes 4"),
         ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "hue"),
         ({"blur": 1.5}, "blur"),
+        ({"solarize": -0.1}, "solarize"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(change, word):

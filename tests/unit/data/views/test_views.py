@@ -227,7 +227,8 @@ def test_colour_operations_follow_one_another_on_the_same_image():
     steps = [(0, posterize, 4.4), (0, solarize, 128.0), (1, posterize, 6.4), (2, solarize, 76.8), (3, posterize, 5.6)]
     for index, operation, value in steps:
         expected[[index]] = operation(expected[[index]], torch.tensor([value]))
-    assert torch.equal(views._recolour(images, allowed, drawn, strength), expected)
+    sorted_draws = views._sort_by_operation(drawn, strength, len(allowed))
+    assert torch.equal(views._recolour(images, allowed, *sorted_draws), expected)
 
 
 def test_bad_input_is_refused_in_words():
