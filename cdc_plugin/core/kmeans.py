@@ -11,8 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.random_streams import send
+
 _BLOCK = 1 << 24  # distances that are computed at a time at most, to bound memory (64 MB in float32)
 _PAIRS = 1 << 26  # distances of all pairs of points that are held at most (256 MB: 8,192 points)
+
+LOOK_EVERY = 10  # iterations between two looks at whether centres still move, for which the host waits for a device
 
 Blocks = Callable[[], Iterable[Tensor]]
 
@@ -35,13 +39,8 @@ def kmeans(
     >>> sorted(kmeans(points, 2, torch.Generator().manual_seed(0)).centers.flatten().tolist())
     [0.5, 9.5]
 
-    With as many clusters as points, or more, every point is its own cluster. Clusters that lose all their
-    points keep their centre, so nothing here divides by zero.
-
-    Args:
-        points: (N, D) features.
-        clusters: K, at least 1.
-        generator: on the CPU; the start depends on nothing else, whatever the device.
+    With as many clusters as points (N, D), or more, every point is its own cluster. Clusters that lose all their points
+    keep their centre, so nothing here divides by zero. The generator is on the CPU: the start depends on nothing else.
     """
     count = len(points)
     if clusters < 1 or count < 1:
@@ -59,20 +58,44 @@ def kmeans(
 
 
 def lloyd(points: Tensor, centers: Tensor, iterations: int = 100, tolerance: float = 1e-4) -> Partition:
-    """Iterate from these centres until they move less than ``tolerance`` of the variance."""
-    clusters = len(centers)
+    """Iterate from these centres until they move less than ``tolerance`` of the variance.
+
+    Where the host would have to wait for a device, iterations go on for a while with centres that no longer move.
+    """
     small = tolerance * points.var(dim=0, unbiased=False).mean()
+    look_every = 1 if points.device.type == "cpu" else LOOK_EVERY
+    stopped = torch.zeros((), dtype=torch.bool, device=points.device)
     assignment, distance = nearest(points, centers)
-    for _ in range(iterations):
-        sizes = torch.bincount(assignment, minlength=clusters).to(points.dtype).unsqueeze(1)
+    for iteration in range(1, iterations + 1):
+        sizes = count_members(assignment, len(centers)).to(points.dtype).unsqueeze(1)
         sums = torch.zeros_like(centers).index_add_(0, assignment, points)
-        moved = torch.where(sizes > 0, sums / sizes.clamp(min=1), centers)
+        moved = torch.where((sizes > 0) & ~stopped, sums / sizes.clamp(min=1), centers)
         shift = (moved - centers).square().sum()
         centers, previous = moved, assignment
         assignment, distance = nearest(points, centers)
-        if shift <= small or torch.equal(assignment, previous):
+        stopped = stopped | (shift <= small) | (assignment == previous).all()
+        if iteration % look_every == 0 and stopped:
             break
     return Partition(centers, assignment, distance.sum().item())
+
+
+def compare_basins(points: Tensor, assignment: Tensor, generator: torch.Generator, starts: int = 20) -> float:
+    """Return the inertia that Lloyd's iterations from an assignment (N,) end with, over that of free k-means.
+
+    Above 1 the points (N, D) have a better partition than the one that the assignment belongs to. Both have as many
+    clusters as the assignment uses: an empty one would count as worse whatever the others are.
+
+    >>> points = torch.tensor([[0.0], [1.0], [9.0], [10.0], [20.0], [21.0]])
+    >>> right, merged = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 1, 2, 2, 2, 2])
+    >>> [round(compare_basins(points, each, torch.Generator().manual_seed(0)), 2) for each in (right, merged)]
+    [1.0, 81.33]
+    """
+    used, place = assignment.unique(return_inverse=True)
+    free = kmeans(points, len(used), generator, starts=starts)
+    centred = points.float() - points.float().mean(dim=0, keepdim=True)
+    sums = torch.zeros(len(used), points.shape[1], device=points.device).index_add_(0, place, centred)
+    own = lloyd(centred, sums / count_members(place, len(used)).unsqueeze(1))
+    return own.inertia / free.inertia if free.inertia > 0 else 1.0
 
 
 def lloyd_blocks(
@@ -84,11 +107,8 @@ def lloyd_blocks(
 ) -> Tensor:
     """Iterate as `lloyd` over blocks (n, D) of points that need not fit into memory, and return the centres (K, D).
 
-    Clusters without points keep their centre; the end comes when centres move less than ``tolerance`` of the variance.
-
-    Args:
-        blocks: returns all points at every call.
-        total: sums a tensor in place over all processes, each of which has its own blocks.
+    ``blocks`` returns all points at every call; ``total`` sums a tensor in place over all processes, each of which has
+    its own blocks.
     """
     clusters, width = centers.shape
     for _ in range(iterations):
@@ -121,6 +141,18 @@ def nearest(points: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
     return index, (points.square().sum(dim=1) + 2 * score).clamp(min=0)
 
 
+def count_members(assignment: Tensor, clusters: int, mask: Tensor | None = None) -> Tensor:
+    """Return how many of (N,) samples, or of those in a mask (N,), each cluster has; no device is waited for.
+
+    >>> count_members(torch.tensor([0, 2, 2]), 3)
+    tensor([1, 0, 2])
+    """
+    if assignment.device.type == "cpu" and mask is None:
+        return torch.bincount(assignment, minlength=clusters)
+    counts = torch.zeros(clusters, dtype=torch.long, device=assignment.device)
+    return counts.index_add_(0, assignment, torch.ones_like(assignment) if mask is None else mask.long())
+
+
 def seed_centers(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     """Draw (K, D) centres among the points by greedy k-means++, in large sets among a random sample.
 
@@ -129,17 +161,18 @@ def seed_centers(points: Tensor, clusters: int, generator: torch.Generator) -> T
     limit = max(8 * clusters, 2048)
     if len(points) > limit:
         chosen = torch.randperm(len(points), generator=generator)[:limit]
-        points = points[chosen.to(points.device)]
+        points = points[send(chosen, points.device)]
     count = len(points)
     candidates = 2 + int(math.log(clusters))
     # All draws are made before the loop, on the CPU: one per candidate, and one for the first centre.
-    draws = torch.rand(clusters, candidates, generator=generator).to(points.device)
+    draws = torch.rand(clusters, candidates, generator=generator)
+    first = int(draws[0, 0] * count)
+    draws = send(draws, points.device)
     norms = points.square().sum(dim=1)
     # With more candidates than points it is cheaper to compute all distances between points beforehand.
     cheaper = clusters * candidates > count and count * count <= _PAIRS
     all_distances = _distances(points, points, norms, norms) if cheaper else None
 
-    first = int(draws[0, 0] * count)
     chosen = torch.empty(clusters, dtype=torch.long, device=points.device)
     chosen[0] = first
     closest = _distances(points[first : first + 1], points, norms[first : first + 1], norms)[0]
@@ -152,9 +185,9 @@ def seed_centers(points: Tensor, clusters: int, generator: torch.Generator) -> T
         else:
             distance = all_distances[tries]
         improved = torch.minimum(distance, closest)
-        best = improved.sum(dim=1).argmin()
-        chosen[step] = tries[best]
-        closest = improved[best]
+        best = improved.sum(dim=1).argmin().view(1)  # by index_select below, which no host has to wait for
+        chosen[step : step + 1] = tries.index_select(0, best)
+        closest = improved.index_select(0, best)[0]
     return points[chosen]
 
 

@@ -15,15 +15,12 @@ from cdc_plugin.errors import ConfigError
 def pseudo_label_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """Return L_clu (Eq. 5): cross-entropy over the trusted samples; 0, with a zero gradient, where none is trusted.
 
+    Logits (b, C) are those of the clustering head for the strong views; ``mask`` (b,) says which labels are trusted.
+
     >>> logits = torch.tensor([[0.5, 0.5], [0.1, 0.9]]).log()
     >>> loss = pseudo_label_loss(logits, labels=torch.tensor([0, 0]), mask=torch.tensor([True, False]))
     >>> print(f"{loss.exp():.1f}")
     2.0
-
-    Args:
-        logits: (b, C) of the clustering head for the strong views.
-        labels: (b,) pseudo-labels.
-        mask: (b,) which of them are trusted.
     """
     losses = F.cross_entropy(logits, labels, reduction="none")
     return (losses * mask).sum() / mask.sum().clamp(min=1)

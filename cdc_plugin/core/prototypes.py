@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.kmeans import Partition, kmeans, nearest
+from cdc_plugin.core.kmeans import Partition, count_members, kmeans, nearest
 from cdc_plugin.core.targets import mini_cluster_targets
 
 STARTS = 10  # k-means restarts on the features: the partition for the heads, and the votes for its confidence
@@ -48,11 +48,8 @@ def fit_prototype_head(
 ) -> HeadWeights:
     """Fit head weights to (N, D) features: W1 = k-means_H(z), W2 = prototypes of h, both orthogonalised (Sec. 3.3).
 
-    Any feature size, hidden size and number of clusters is valid; with constant features the weights are 0.
-
-    Args:
-        refine_centers: where the features are a sample, from centres (C, D) of their standardised rows to the
-            centres of the standardised rows of all images.
+    Any feature size, hidden size and number of clusters is valid; with constant features the weights are 0. Where the
+    features are a sample, ``refine_centers`` turns centres (C, D) of their standardised rows into those of all images.
     """
     directions = standardize_rows(features)
     runs = sorted((kmeans(directions, clusters, generator) for _ in range(STARTS)), key=lambda r: r.inertia)
@@ -135,4 +132,4 @@ def _means(points: Tensor, assignment: Tensor, clusters: int) -> Tensor:
     sums = points.new_zeros(clusters, points.shape[1])
     for part, places in zip(points.split(_ROWS), assignment.split(_ROWS), strict=True):
         sums.index_add_(0, places, standardize_rows(part))
-    return sums / torch.bincount(assignment, minlength=clusters).clamp(min=1).unsqueeze(1)
+    return sums / count_members(assignment, clusters).clamp(min=1).unsqueeze(1)

@@ -4,9 +4,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...).
-ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY = 1, 2, 3, 4, 5, 6, 7
+ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY, REVIEW, PROBE = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 
 def generator(*parts: int) -> torch.Generator:
@@ -25,6 +26,13 @@ def generator(*parts: int) -> torch.Generator:
         state = (state * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 27
     return torch.Generator().manual_seed(state >> 1)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor on a device, from locked memory where the host then need not wait for the copy."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @contextlib.contextmanager

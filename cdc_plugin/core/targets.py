@@ -4,24 +4,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.kmeans import count_members, kmeans
 
 
 def mini_cluster_targets(probs: Tensor, assignment: Tensor, mini_clusters: int) -> Tensor:
     """Return the mean prediction q̂_k of the mini-cluster of every sample (Sec. 3.1): (B, C), rows sum to 1.
 
-    Mini-clusters without samples do not appear in the result, so they cannot yield NaN.
+    ``probs`` (B, C) are those of the clustering head for the plain views, ``assignment`` (B,) is the mini-cluster of
+    every sample. Mini-clusters without samples do not appear in the result, so they cannot yield NaN.
 
     >>> mini_cluster_targets(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([0, 0]), 1)
     tensor([[0.7500, 0.2500],
             [0.7500, 0.2500]])
-
-    Args:
-        probs: (B, C) probabilities of the clustering head for the plain views.
-        assignment: (B,) mini-cluster of every sample, below ``mini_clusters``.
     """
     sums = probs.new_zeros(mini_clusters, probs.shape[1]).index_add_(0, assignment, probs)
-    sizes = torch.bincount(assignment, minlength=mini_clusters).clamp(min=1)
+    sizes = count_members(assignment, mini_clusters).clamp(min=1)
     return (sums / sizes.unsqueeze(1))[assignment]
 
 

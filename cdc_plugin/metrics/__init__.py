@@ -1,58 +1,29 @@
 """Pure numbers about predictions; the only layer that may see ground truth."""
 
-from cdc_plugin.metrics.clustering import (
-    accuracy,
-    adjusted_rand_index,
-    contingency,
-    correct_samples,
-    match_clusters,
-    normalized_mutual_information,
-    true_columns,
-)
-from cdc_plugin.metrics.confidence import (
-    RiskCoverage,
-    adaptive_calibration_error,
-    area_under_risk_coverage,
-    brier_score,
-    class_wise_calibration_error,
-    confidence_histogram,
-    expected_calibration_error,
-    failure_auroc,
-    failure_fpr95,
-    mean_confidence,
-    negative_log_likelihood,
-    reliability_table,
-    risk_coverage_curve,
-)
-from cdc_plugin.metrics.ood import outlier_aupr, outlier_auroc, outlier_fpr95
-from cdc_plugin.metrics.summary import summary, summary_hard, summary_outliers, summary_unlabelled
-
-__all__ = [
-    "RiskCoverage",
-    "accuracy",
-    "adaptive_calibration_error",
-    "adjusted_rand_index",
-    "area_under_risk_coverage",
-    "brier_score",
-    "class_wise_calibration_error",
-    "confidence_histogram",
-    "contingency",
-    "correct_samples",
-    "expected_calibration_error",
-    "failure_auroc",
-    "failure_fpr95",
-    "match_clusters",
-    "mean_confidence",
-    "negative_log_likelihood",
-    "normalized_mutual_information",
-    "outlier_aupr",
-    "outlier_auroc",
-    "outlier_fpr95",
-    "reliability_table",
-    "risk_coverage_curve",
-    "summary",
-    "summary_hard",
-    "summary_outliers",
-    "summary_unlabelled",
-    "true_columns",
-]
+from cdc_plugin.metrics.clustering import accuracy as accuracy
+from cdc_plugin.metrics.clustering import adjusted_rand_index as adjusted_rand_index
+from cdc_plugin.metrics.clustering import contingency as contingency
+from cdc_plugin.metrics.clustering import correct_samples as correct_samples
+from cdc_plugin.metrics.clustering import match_clusters as match_clusters
+from cdc_plugin.metrics.clustering import normalized_mutual_information as normalized_mutual_information
+from cdc_plugin.metrics.clustering import true_columns as true_columns
+from cdc_plugin.metrics.confidence import RiskCoverage as RiskCoverage
+from cdc_plugin.metrics.confidence import adaptive_calibration_error as adaptive_calibration_error
+from cdc_plugin.metrics.confidence import area_under_risk_coverage as area_under_risk_coverage
+from cdc_plugin.metrics.confidence import brier_score as brier_score
+from cdc_plugin.metrics.confidence import class_wise_calibration_error as class_wise_calibration_error
+from cdc_plugin.metrics.confidence import confidence_histogram as confidence_histogram
+from cdc_plugin.metrics.confidence import expected_calibration_error as expected_calibration_error
+from cdc_plugin.metrics.confidence import failure_auroc as failure_auroc
+from cdc_plugin.metrics.confidence import failure_fpr95 as failure_fpr95
+from cdc_plugin.metrics.confidence import mean_confidence as mean_confidence
+from cdc_plugin.metrics.confidence import negative_log_likelihood as negative_log_likelihood
+from cdc_plugin.metrics.confidence import reliability_table as reliability_table
+from cdc_plugin.metrics.confidence import risk_coverage_curve as risk_coverage_curve
+from cdc_plugin.metrics.ood import outlier_aupr as outlier_aupr
+from cdc_plugin.metrics.ood import outlier_auroc as outlier_auroc
+from cdc_plugin.metrics.ood import outlier_fpr95 as outlier_fpr95
+from cdc_plugin.metrics.summary import summary as summary
+from cdc_plugin.metrics.summary import summary_hard as summary_hard
+from cdc_plugin.metrics.summary import summary_outliers as summary_outliers
+from cdc_plugin.metrics.summary import summary_unlabelled as summary_unlabelled

@@ -1,6 +1,7 @@
 """How well a partition agrees with known classes: accuracy under the best matching, NMI and ARI.
 
-Labels and cluster numbers are arbitrary integers, and there may be more clusters than classes or fewer.
+``predicted`` (N,) is the cluster and ``labels`` (N,) the class of every sample. Both are arbitrary integers, unless
+``clusters`` states that clusters go from 0 to ``clusters`` - 1, and there may be more clusters than classes or fewer.
 """
 
 import numpy as np
@@ -11,26 +12,15 @@ from cdc_plugin.metrics.confidence import Booleans, Integers, check_probabilitie
 
 
 def contingency(predicted: ArrayLike, labels: ArrayLike) -> Integers:
-    """Count the samples of every (cluster found, class found) pair, both in ascending order of their numbers.
-
-    Args:
-        predicted: (N,) cluster of every sample.
-        labels: (N,) class of every sample.
-    """
+    """Count the samples of every (cluster found, class found) pair, both in ascending order of their numbers."""
     clusters, classes = (np.unique(values, return_inverse=True) for values in _paired(predicted, labels))
     return _count_pairs(clusters[1], classes[1], len(clusters[0]), len(classes[0]))
 
 
 def match_clusters(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> Integers:
-    """Give every cluster the class it stands for, so that the most samples are right (Hungarian matching).
+    """Return the label of each cluster's class, (clusters,), so that the most samples are right (Hungarian matching).
 
-    Args:
-        predicted: (N,) cluster of every sample, from 0 to ``clusters`` - 1.
-        labels: (N,) class of every sample.
-
-    Returns:
-        (clusters,) label of each cluster's class; -1 for a cluster that is left without one, which happens
-        when there are more clusters than classes.
+    It is -1 for a cluster that is left without a class, which happens when there are more clusters than classes.
     """
     matched, classes = _match(predicted, labels, clusters)
     return np.where(matched >= 0, classes[matched], -1)
@@ -44,15 +34,11 @@ def correct_samples(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> B
 
 
 def true_columns(probs: ArrayLike, labels: ArrayLike) -> Integers:
-    """Return the column, that is cluster, of each sample's class, (N,); ``probs.argmax(1)`` equal to it is right.
+    """Return the column of ``probs`` (N, C) for each sample's class, (N,): the likeliest where the prediction is right.
 
     Clusters are matched as in `match_clusters`; of several best matchings the one that gives the classes the most
     probability is taken, so that renumbering the clusters changes no figure. Classes that are left without a
     cluster, as there are fewer clusters than classes, get numbers of their own past the last column: C, C + 1, ...
-
-    Args:
-        probs: (N, C) cluster probabilities.
-        labels: (N,) class of every sample.
     """
     from scipy.sparse import csr_array
 

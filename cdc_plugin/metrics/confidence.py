@@ -1,15 +1,17 @@
 """Whether confidences are true (calibration) and whether they tell right from wrong predictions (rejection), Sec. 4.1.
 
-Where a figure looks at the whole table of probabilities, clusters stand for classes by `true_columns`: a class
-without a cluster counts as one more column in which every probability is 0, and a cluster without a class as a
-class that no sample has. More and fewer clusters than classes need no further rule.
+Figures take ``confidence`` (N,), from 0 to 1, and ``correct`` (N,), whether each prediction is right; or a whole table
+``probs`` (N, C) and ``columns`` (N,), where clusters stand for classes by `true_columns`: a class without a cluster
+counts as one more column in which every probability is 0, and a cluster without a class as a class that no sample has.
+More and fewer clusters than classes need no further rule.
 
 Samples of one score cannot be told apart: they pass a threshold together, so no figure depends on their order.
 Selective prediction accepts the images that a model is sure of and leaves the others to people. There, confidences
 count as the table states them, in millionths: what is accepted is what the numbers in the file say, and sums are exact.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,10 +45,6 @@ def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike, bins: 
     A bin holds its upper edge, not its lower one: (0, 1/bins], ..., (1 - 1/bins, 1]; a confidence of 0 goes
     to the first. Libraries differ only for values exactly on an edge (torchmetrics bins [lower, upper) and
     keeps a bin of its own for confidence 1).
-
-    Args:
-        confidence: (N,) from 0 to 1.
-        correct: (N,) whether each prediction is right.
     """
     stated, right = _judged(confidence, correct)
     gap = np.bincount(_bin_of(stated, bins), weights=right - stated, minlength=bins)
@@ -60,10 +58,6 @@ def adaptive_calibration_error(confidence: ArrayLike, correct: ArrayLike, bins: 
     counts in both parts by its share, so that N need be no multiple of ``bins`` and may be smaller. Samples of
     one confidence cannot be ranked; each of them counts as right by the share that is right among them, and
     the order of samples does not matter.
-
-    Args:
-        confidence: (N,) from 0 to 1.
-        correct: (N,) whether each prediction is right.
     """
     stated, right = _judged(confidence, correct)
     _check_least("bins", bins, 1)
@@ -82,10 +76,6 @@ def class_wise_calibration_error(probs: ArrayLike, columns: ArrayLike, bins: int
     A class' error compares its column with whether a sample is of it, over the equal-width bins of
     `expected_calibration_error`. Averaged are max(clusters, classes) columns: a cluster without a class ought
     to have probability 0 everywhere; a class without a cluster adds the share of its samples.
-
-    Args:
-        probs: (N, C).
-        columns: (N,) of `true_columns`.
     """
     table, truth = _table_and_truth(probs, columns)
     _check_least("bins", bins, 1)
@@ -108,10 +98,6 @@ def brier_score(probs: ArrayLike, columns: ArrayLike) -> float:
     """Return the mean squared distance of probabilities to the class (1 there, 0 elsewhere): from 0 to 2.
 
     The sum over columns, as Brier defined it; for two classes it is twice what binary scorers give.
-
-    Args:
-        probs: (N, C).
-        columns: (N,) of `true_columns`.
     """
     table, truth = _table_and_truth(probs, columns)
     squares = np.einsum("nc,nc->n", table, table).mean(dtype=np.float64)
@@ -124,10 +110,6 @@ def negative_log_likelihood(probs: ArrayLike, columns: ArrayLike) -> float:
 
     Probabilities below 2^-23, the resolution of float32, count as 2^-23, among them the 0 of a class without a
     cluster; scikit-learn clips at the resolution of whatever precision it is given.
-
-    Args:
-        probs: (N, C).
-        columns: (N,) of `true_columns`.
     """
     likelihood = _probability_of(*_table_and_truth(probs, columns))
     return float(np.abs(np.log(np.clip(likelihood, LEAST_PROBABILITY, 1.0))).mean())
@@ -136,12 +118,7 @@ def negative_log_likelihood(probs: ArrayLike, columns: ArrayLike) -> float:
 def reliability_table(
     confidence: ArrayLike, correct: ArrayLike | None = None, bins: int = BINS
 ) -> dict[str, list[Any]]:
-    """Return samples, mean confidence and accuracy of every bin of `expected_calibration_error`; None for an empty bin.
-
-    Args:
-        confidence: (N,) from 0 to 1.
-        correct: (N,) whether each prediction is right; None where nobody knows, and no accuracy is given.
-    """
+    """Return samples, mean confidence and accuracy (None if unknown) of every bin of `expected_calibration_error`."""
     stated = _confidences(confidence)
     index = _bin_of(stated, bins)
     count = np.bincount(index, minlength=bins)
@@ -157,10 +134,7 @@ def reliability_table(
 def confidence_histogram(
     confidence: ArrayLike, correct: ArrayLike | None = None, bins: int = HISTOGRAM_BINS
 ) -> dict[str, list[int] | None]:
-    """Count the right, the wrong and all predictions in equal-width bins of confidence over [0, 1].
-
-    Edges as in `expected_calibration_error`. Without ``correct``, ``right`` and ``wrong`` are None.
-    """
+    """Count right and wrong (None if unknown) and all predictions in bins as of `expected_calibration_error`."""
     stated = _confidences(confidence)
     index = _bin_of(stated, bins)
     both = np.bincount(index, minlength=bins)
@@ -213,10 +187,6 @@ def failure_auroc(confidence: ArrayLike, correct: ArrayLike) -> float | None:
     0.5
 
     None if all predictions are right or all are wrong.
-
-    Args:
-        confidence: (N,) from 0 to 1.
-        correct: (N,) whether each prediction is right.
     """
     return area_under_roc(thresholds(*_judged(confidence, correct)))
 
@@ -253,10 +223,7 @@ class RiskCoverage(NamedTuple):
 
 
 def risk_coverage_curve(confidence: ArrayLike, correct: ArrayLike, points: int = 200) -> RiskCoverage:
-    """Return coverage and risk at the distinct confidences; of more than ``points``, those at about even coverage.
-
-    The most confident and the least confident threshold are always among them.
-    """
+    """Return coverage and risk at the distinct confidences; of more than ``points``, ends and even steps between."""
     _check_least("points", points, 2)
     found = thresholds(*_judged(confidence, correct))
     accepted = found.positives + found.negatives
@@ -271,7 +238,7 @@ class Acceptance:
     """Which images are accepted."""
 
     mask: Booleans  # (N,)
-    threshold: float | None  # every accepted image is at least so sure, no other is; None where nothing is accepted
+    threshold: float | None  # every accepted image is at least so sure, no other candidate is; None where none is
     expected_accuracy: float | None  # mean confidence of the accepted ones, None where there are none
 
     @property
@@ -300,6 +267,22 @@ def accept_to_target(confidence: NDArray[np.floating], target: float) -> Accepta
     last = _last_of_ties(ranked)
     reached = last[np.cumsum(ranked)[last] >= level * (last + 1)]
     return _acceptance(parts, int(ranked[reached[-1]]) if len(reached) else UNIT + 1)
+
+
+def accept_inside(
+    outlier: NDArray[np.bool_] | None, confidence: NDArray[np.floating], accept: Callable[..., Acceptance], share: float
+) -> Acceptance:
+    """Return what ``accept``, one of the two functions above, accepts of the images that are no outliers.
+
+    >>> accept_inside(np.array([False, True]), np.array([0.9, 0.99]), accept_above, 0.5).mask.tolist()
+    [True, False]
+    """
+    if outlier is None:
+        return accept(confidence, share)
+    found = accept(confidence[~outlier], share)
+    mask = np.zeros(len(outlier), dtype=bool)
+    mask[~outlier] = found.mask
+    return replace(found, mask=mask)
 
 
 def _acceptance(parts: Integers, lowest: int) -> Acceptance:

@@ -1,7 +1,7 @@
 """Out-of-distribution detection: whether a score tells images like those of the training from foreign ones.
 
-Scores are any finite numbers, higher = more inside: the largest probability (the paper's protocol) or minus a
-distance. The inside images are the positive class in all three figures.
+Scores, of N inside and M outside images, are any finite numbers, higher = more inside: the largest probability (the
+paper's protocol) or minus a distance. The inside images are the positive class in all three figures.
 """
 
 import numpy as np
@@ -12,20 +12,12 @@ from cdc_plugin.metrics.confidence import Thresholds, area_under_roc, check_scor
 
 
 def outlier_auroc(inside: ArrayLike, outside: ArrayLike) -> float | None:
-    """Return the chance that an inside image outscores an outside one, a tie counting half.
-
-    Args:
-        inside: (N,) scores of images like those that the model was made with.
-        outside: (M,) scores of foreign images.
-    """
+    """Return the chance that an inside image outscores an outside one, a tie counting half."""
     return area_under_roc(_ranked(inside, outside))
 
 
 def outlier_fpr95(inside: ArrayLike, outside: ArrayLike) -> float | None:
-    """Return the share of outside images accepted at the highest threshold that keeps 95 % of the inside ones.
-
-    All images at the threshold itself are accepted.
-    """
+    """Return the share of outside images at or above the highest threshold that 95 % of the inside ones reach."""
     return false_positive_rate(_ranked(inside, outside), 95)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 HIGHER, LOWER, NEITHER = "↑", "↓", ""
 SELECTED, SECONDS, LARGEST, EMPTY = "selected", "seconds", "largest_cluster", "empty_clusters"
 FIGURES = ("ACC", "NMI", "ARI", "ECE", "AUROC", "AURC", "FPR95", "CONF")
+PARAMETERS, GPU_MEMORY = "parameters", "gpu_memory"  # of backbone and heads; the most at once, in MB
+COSTS = (PARAMETERS, GPU_MEMORY)
 WITH_LABELS = (*FIGURES, SELECTED, SECONDS)
 WITHOUT_LABELS = ("CONF", LARGEST, EMPTY, SELECTED, SECONDS)
 BETTER = {"ACC": HIGHER, "NMI": HIGHER, "ARI": HIGHER, "AUROC": HIGHER, "ECE": LOWER, "AURC": LOWER, "FPR95": LOWER}
@@ -43,8 +45,8 @@ def by_set(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Return every column in which at least one row has a value."""
-    found = dict.fromkeys(column for row in rows for column in row.values)
+    """Return every column in which at least one row has a value, but the parameters, for which a table has to ask."""
+    found = dict.fromkeys(column for row in rows for column in row.values if column != PARAMETERS)
     return [column for column in found if any(row.values.get(column) is not None for row in rows)]
 
 
@@ -83,12 +85,14 @@ def mean_words(column: str, value: Value | None) -> str:
         return ""
     if column == SECONDS:
         return f"{value.mean:,.0f} s" if value.mean >= 9.95 else f"{value.mean:.1f} s"
-    return _decimal(column, value.mean)
+    if column == PARAMETERS:
+        return f"{value.mean / 1e6:.2f} M"
+    return f"{value.mean:,.0f} MB" if column == GPU_MEMORY else _decimal(column, value.mean)
 
 
 def deviation_words(column: str, value: Value | None) -> str:
-    """Return the deviation as `mean_words`; empty where there is none. Of the time the mean says enough."""
-    if value is None or value.deviation is None or column == SECONDS:
+    """Return the deviation as `mean_words`; empty where there is none. Of time and memory the mean says enough."""
+    if value is None or value.deviation is None or column in (SECONDS, *COSTS):
         return ""
     return _decimal(column, value.deviation)
 

@@ -9,14 +9,10 @@ from cdc_plugin.metrics import clustering, confidence, ood
 
 
 def summary(probs: ArrayLike, labels: ArrayLike) -> dict[str, Any]:
-    """Return every figure of calibrated predictions, ready for JSON; AUROC and FPR95 are None where undefined.
+    """Return every figure of (N, C) probabilities, ready for JSON; AUROC and FPR95 are None where undefined.
 
-    The cluster of a sample is its likeliest one (of equally likely ones the first), and clusters stand for
-    classes as in `true_columns`.
-
-    Args:
-        probs: (N, C) cluster probabilities.
-        labels: (N,) class of every sample, used for these numbers only.
+    The cluster of a sample is its likeliest one (of equally likely ones the first), and clusters stand for classes as
+    in `true_columns`. The class of every sample, ``labels`` (N,), is used for these numbers only.
     """
     table = confidence.check_probabilities(probs)
     predicted, stated = table.argmax(axis=1), table.max(axis=1)
@@ -53,12 +49,7 @@ def _describe_confidence(table: confidence.Table, correct: confidence.Booleans |
 
 
 def summary_hard(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> dict[str, float]:
-    """Return ACC, NMI and ARI of assignments without probabilities, such as those of k-means.
-
-    Args:
-        predicted: (N,) cluster of every sample, from 0 to ``clusters`` - 1.
-        labels: (N,) class of every sample.
-    """
+    """Return ACC, NMI and ARI of assignments (N,) without probabilities, such as those of k-means."""
     return {
         "ACC": clustering.accuracy(predicted, labels, clusters),
         "NMI": clustering.normalized_mutual_information(predicted, labels),
@@ -67,12 +58,7 @@ def summary_hard(predicted: ArrayLike, labels: ArrayLike, clusters: int) -> dict
 
 
 def summary_outliers(inside: ArrayLike, outside: ArrayLike) -> dict[str, float | None]:
-    """Return AUROC, FPR95 and AUPR of telling inside from outside images by a score, higher = more inside.
-
-    Args:
-        inside: (N,) scores of images like those that the model was made with.
-        outside: (M,) scores of foreign images.
-    """
+    """Return AUROC, FPR95 and AUPR of telling inside (N,) from outside images (M,) by scores, higher = more inside."""
     return {
         "AUROC": ood.outlier_auroc(inside, outside),
         "FPR95": ood.outlier_fpr95(inside, outside),

@@ -1,13 +1,16 @@
 """Define a backbone with its input convention; the heads that stand on it are in ``heads``."""
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.config.schema import LARGEST_SIDE
+from cdc_plugin.data.side import Side
+from cdc_plugin.errors import ConfigError, shorten
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +21,7 @@ class Backbone(nn.Module):
     Args:
         module: any network whose output is (N, feature_dim) or (N, feature_dim, 1, 1).
         mean, std: the statistics that images in [0, 1] are normalised with, one number per channel.
-        input_size: side of the square images it was trained on.
+        input_size: side of the square images it was trained on; a ``Side`` says how they are made of photos.
         spec: how to build ``module`` again (see ``models.architectures``); None for a user's own class.
         inferred: names of the facts above that the checkpoint did not state.
     """
@@ -37,15 +40,25 @@ class Backbone(nn.Module):
         inferred: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        if len(mean) != 3 or len(std) != 3 or not all(map(math.isfinite, (*mean, *std))) or min(std) <= 0:
             raise ConfigError(f"mean and std take 3 numbers each, std above 0; found mean={mean} std={std}")
+        if not 1 <= input_size <= LARGEST_SIDE:
+            raise ConfigError(
+                f"input_size lies between 1 and {LARGEST_SIDE} pixels, found {shorten(input_size)}; correct it where "
+                "it is stated, such as model.json, config.json or args.json"
+            )
         self.module = module
         self.feature_dim = int(feature_dim)
-        self.input_size = int(input_size)
+        self.input_size = input_size if isinstance(input_size, Side) else int(input_size)
         self.spec = spec
         self.inferred = tuple(inferred)
         self.register_buffer("mean", torch.tensor([float(m) for m in mean], dtype=torch.float32), persistent=False)
         self.register_buffer("std", torch.tensor([float(s) for s in std], dtype=torch.float32), persistent=False)
+
+    @property
+    def takes_features(self) -> bool:
+        """Return whether it takes vectors that other networks have computed, in place of images."""
+        return (self.spec or {}).get("family") == "features"
 
     def place(self, device: torch.device, compiled: bool, trained: bool) -> None:
         """Move to a device, in the layout that convolutions compute fastest in, and compile on request."""

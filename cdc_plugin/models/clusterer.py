@@ -1,5 +1,6 @@
 """Define a refined model: backbone, both heads, and the files it is written to."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.data.atomic import write_atomically, write_text
+from cdc_plugin.core.torch_defaults import torch_defaults
+from cdc_plugin.data.atomic import digest_file, write_atomically, write_text
 from cdc_plugin.data.images import open_images
+from cdc_plugin.data.side import write_side
+from cdc_plugin.data.sources.features import describe_features
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import DataError
 from cdc_plugin.models.backbone import Backbone
@@ -48,14 +52,18 @@ class Clusterer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return self.calibration_head(self.backbone(images))
 
+    @torch_defaults()
     @torch.no_grad()
     def predict_proba(self, images: Any, batch_size: int = 256) -> NDArray[np.float32]:
         """Return calibrated probabilities (N, C) of uint8 arrays, PIL images or paths; one image gives one row.
 
+        A model of features takes vectors (N, D) or the path of a file of them.
+
         Args:
             images: (H, W, 3) or (N, H, W, 3) uint8, a PIL image, a path of an image or folder, or a list.
         """
-        opened = open_images(_several(images), self.backbone.input_size, labels=False)
+        source = describe_features(images, labels=False) if self.backbone.takes_features else _several(images)
+        opened = open_images(source, self.backbone.input_size, labels=False)
         if opened.skipped:
             name, reason = opened.skipped[0]
             raise DataError(f"cannot read {name}: {reason}")
@@ -82,9 +90,9 @@ def write_model(folder: Path, backbone: Backbone, provenance: dict[str, Any], mo
         "feature_dim": backbone.feature_dim,
         "mean": [round(value, 6) for value in backbone.mean.tolist()],
         "std": [round(value, 6) for value in backbone.std.tolist()],
-        "input_size": backbone.input_size,
+        **write_side(backbone.input_size),
     }
-    description = {"format": "cdc_plugin", "version": VERSION, "backbone": facts}
+    description: dict[str, Any] = {"format": "cdc_plugin", "version": VERSION, "backbone": facts}
     parts = {"backbone": backbone.module}
     if model is not None:
         description["heads"] = model.calibration_head.spec
@@ -97,7 +105,14 @@ def write_model(folder: Path, backbone: Backbone, provenance: dict[str, Any], mo
     if model is not None and model.prototypes is not None:
         tensors |= prototype_tensors(model.prototypes)
     write_atomically(folder / WEIGHTS, lambda path: save_file(tensors, path))
+    description["sha256"] = digest_model(folder / WEIGHTS, description)
     write_text(folder / DESCRIPTION, json.dumps({**description, "provenance": provenance}, indent=2) + "\n")
+
+
+def digest_model(weights: Path, description: dict[str, Any]) -> str:
+    """Return the SHA-256 of a model's weights and of what its description says of the network."""
+    facts = json.dumps({part: description.get(part) for part in ("backbone", "heads")}, sort_keys=True)
+    return hashlib.sha256(f"{digest_file(weights)} {facts}".encode()).hexdigest()
 
 
 def prototype_tensors(prototypes: Prototypes) -> dict[str, Tensor]:

@@ -53,6 +53,12 @@ class LayeredHead(nn.Sequential):
         """Apply the last layer; ``logits(hidden(features))`` is the whole head."""
         return self[-1](hidden)
 
+    @torch.no_grad()
+    def divide_logits(self, temperature: float) -> None:
+        """Divide all logits from now on: by the weights of the last layer, which is linear."""
+        for parameter in self[-1].parameters():
+            parameter.div_(temperature)
+
 
 class ClusterHead(LayeredHead):
     """The three-layer head of Sec. 3.3: D features, H hidden units with BatchNorm and ReLU, C logits."""
@@ -99,6 +105,11 @@ class CosineHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ F.normalize(self.centers, dim=1).T / self.temperature
 
+    def divide_logits(self, temperature: float) -> None:
+        """Divide all logits from now on."""
+        self.temperature *= temperature
+        self.spec["temperature"] = self.temperature
+
     def forward(self, features: Tensor) -> Tensor:
         return self.logits(self.hidden(features))
 
@@ -117,6 +128,6 @@ def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | Cosine
             return LayeredHead(spec["layers"])
         if kind == "cosine":
             return CosineHead(spec["layers"], int(spec["dim"]), int(spec["clusters"]), float(spec["temperature"]))
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         pass
     raise CheckpointError(f"{source} does not state its heads in a known way; was it edited by hand?")

@@ -122,9 +122,10 @@ def match_cluster_numbers(
 
 
 def _keep_head(head: nn.Module, weights: HeadWeights, features: Tensor) -> nn.Module:
+    head = copy.deepcopy(head).to(features.device)
     if isinstance(head, LayeredHead) and len(head) == 1 and isinstance(head[0], nn.Linear):
-        return lift_linear(head[0].to(features.device), weights, features)
-    return copy.deepcopy(head)
+        return lift_linear(head[0], weights, features)
+    return head
 
 
 def _build_head(weights: HeadWeights, feature_dim: int) -> ClusterHead:

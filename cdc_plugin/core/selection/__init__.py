@@ -13,16 +13,13 @@ from cdc_plugin.errors import ConfigError, option
 def select_confident(probs: Tensor) -> Selection:
     """Trust the top M(c) samples of every cluster c, where M(c) is their summed confidence (Sec. 3.2, Eq. 4).
 
-    TOP(c) holds the B // C samples with the largest probability of c. "Confidence" is read as the largest
-    probability of a sample, as in the released code, whose mean times B // C is the sum taken here. The
-    label of a trusted sample is its own most probable cluster, even where another cluster's list holds it.
+    TOP(c) holds the B // C samples whose weak views have the largest calibrated probability (B, C) of c. "Confidence"
+    is read as the largest probability of a sample, as in the released code, whose mean times B // C is the sum taken
+    here. The label of a trusted sample is its own most probable cluster, even where another cluster's list holds it.
 
     >>> sure, unsure = [[0.99, 0.01]] * 4, [[0.4, 0.6]] * 4
     >>> select_confident(torch.tensor(sure + unsure)).quota  # floor(4 * .99), floor(4 * .6)
     tensor([3, 2])
-
-    Args:
-        probs: (B, C) calibrated probabilities of the weak views.
     """
     confidence, labels = probs.max(dim=1)
     top = _top_samples(probs)
@@ -58,9 +55,8 @@ def _top_samples(probs: Tensor) -> Tensor:
 def _trust(labels: Tensor, top: Tensor, mass: Tensor) -> Selection:
     quota = mass.floor().long()
     rank = torch.arange(len(top), device=top.device).unsqueeze(1)
-    mask = torch.zeros_like(labels, dtype=torch.bool)
-    mask[top[rank < quota]] = True
-    return Selection(labels, mask, quota)
+    times = torch.zeros_like(labels).index_add_(0, top.flatten(), (rank < quota).long().flatten())
+    return Selection(labels, times > 0, quota)
 
 
 class Confident(Selector):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cdc_plugin.core.kmeans import count_members
 from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 
 AddOn = Callable[[Selection, SelectionInput], Selection]
@@ -26,9 +27,8 @@ def prototype_proximity(selection: Selection, batch: SelectionInput) -> Selectio
     are compared within the cluster: without labels a single stray sample would admit everything.
     """
     similarity = prototype_similarity(selection, batch.features)
-    labels, trusted = selection.labels, selection.mask
-    farthest = similarity.new_full((len(selection.quota),), torch.inf)
-    farthest = farthest.scatter_reduce(0, labels[trusted], similarity[trusted], "amin")
+    labels, trusted = selection.labels, torch.where(selection.mask, similarity, torch.inf)
+    farthest = similarity.new_full((len(selection.quota),), torch.inf).scatter_reduce(0, labels, trusted, "amin")
     return _admit_moderate(selection, batch, (similarity > 0) & (similarity >= farthest[labels]))
 
 
@@ -42,10 +42,7 @@ def gradient_synchronisation(selection: Selection, batch: SelectionInput) -> Sel
 
 
 def prototype_similarity(selection: Selection, features: Tensor) -> Tensor:
-    """Return the cosine (B,) between features and the mean unit feature of the trusted samples with the same label.
-
-    It is 0 where there are none.
-    """
+    """Return the cosine (B,) of features to the mean unit feature of trusted samples of the label; 0 without any."""
     directions = F.normalize(features, dim=1)  # (B, D)
     prototypes = F.normalize(_membership(selection, features).T @ directions, dim=1)  # (C, D)
     return (directions * prototypes[selection.labels]).sum(dim=1)
@@ -60,10 +57,9 @@ def gradient_similarity(selection: Selection, probs: Tensor, hidden: Tensor) -> 
     """
     residuals = F.normalize(_residual_directions(probs, selection.labels), dim=1)  # (B, C)
     inputs = F.normalize(hidden, dim=1)  # (B, H)
-    trusted = selection.mask
-    likeness = (residuals @ residuals[trusted].T) * (inputs @ inputs[trusted].T)  # (B, trusted)
+    likeness = (residuals @ residuals.T) * (inputs @ inputs.T)  # (B, B)
     membership = _membership(selection, probs)  # (B, C)
-    along = (likeness @ membership[trusted]).gather(1, selection.labels.unsqueeze(1)).squeeze(1)
+    along = (likeness @ membership).gather(1, selection.labels.unsqueeze(1)).squeeze(1)
     length = (membership.T @ along).clamp(min=0).sqrt()  # (C,) of the summed gradients
     return along / length[selection.labels].clamp(min=1e-3)  # gradients that cancel have no direction
 
@@ -85,7 +81,7 @@ def _admit_moderate(selection: Selection, batch: SelectionInput, alike: Tensor) 
 
 
 def _add(selection: Selection, more: Tensor) -> Selection:
-    admitted = torch.bincount(selection.labels[more & ~selection.mask], minlength=len(selection.quota))
+    admitted = count_members(selection.labels, len(selection.quota), more & ~selection.mask)
     return Selection(selection.labels, selection.mask | more, selection.quota + admitted)
 
 

@@ -9,23 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.kmeans import count_members
 from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 
 
 def select_above(probs: Tensor, thresholds: Tensor | float) -> Selection:
-    """Trust the samples whose largest probability reaches the threshold; these may be none or all.
+    """Trust the samples whose largest probability (B, C) reaches the threshold, of all clusters or of its own (C,).
 
     >>> select_above(torch.tensor([[0.8, 0.2], [0.4, 0.6]]), 0.7).mask
     tensor([ True, False])
-
-    Args:
-        probs: (B, C).
-        thresholds: one for all, or (C,) one for each cluster.
     """
     confidence, labels = probs.max(dim=1)
-    required = torch.as_tensor(thresholds, dtype=probs.dtype, device=probs.device).expand(probs.shape[1])
-    mask = confidence >= required[labels]
-    return Selection(labels, mask, torch.bincount(labels[mask], minlength=probs.shape[1]))
+    mask = confidence >= (thresholds[labels] if isinstance(thresholds, Tensor) else thresholds)
+    return Selection(labels, mask, count_members(labels, probs.shape[1], mask))
 
 
 def curriculum_thresholds(learned: Tensor, clusters: int, threshold: float) -> Tensor:
@@ -36,7 +32,7 @@ def curriculum_thresholds(learned: Tensor, clusters: int, threshold: float) -> T
     required until as many images are confident of one cluster as of none: with calibrated probabilities this
     may never happen. ``learned`` (N,) is from `remember`, and ``threshold`` is τ.
     """
-    counts = torch.bincount(learned + 1, minlength=clusters + 1)  # (1 + C,), those without a label first
+    counts = count_members(learned + 1, clusters + 1)  # (1 + C,), those without a label first
     status = counts[1:] / counts.max()
     return threshold * status / (2 - status)
 
@@ -47,7 +43,7 @@ def remember(learned: Tensor, rows: Tensor, probs: Tensor, threshold: float) -> 
     The memory ``learned`` (N,) itself is not changed; ``rows`` (B,) are the numbers of the images in the data set.
     """
     sure = select_above(probs, threshold)
-    return learned.index_put((rows[sure.mask],), sure.labels[sure.mask])
+    return learned.scatter(0, rows, torch.where(sure.mask, sure.labels, learned[rows]))
 
 
 def moving_average(past: Tensor, present: Tensor, momentum: float) -> Tensor:
@@ -58,9 +54,7 @@ def moving_average(past: Tensor, present: Tensor, momentum: float) -> Tensor:
 def adaptive_thresholds(level: Tensor, shares: Tensor) -> Tensor:
     """Return (C,) thresholds τ(c) = p(c) / max p · τ of FreeMatch (Wang et al. 2023).
 
-    Args:
-        level: () τ, moving average of the batches' mean confidence, which starts at 1 / C.
-        shares: (C,) p, moving average of the batches' mean probabilities, which starts at 1 / C.
+    τ (``level``) and p (C,) (``shares``) are moving averages of the batches' mean confidence and mean probabilities.
     """
     return shares / shares.max() * level
 

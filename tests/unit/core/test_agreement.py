@@ -35,13 +35,6 @@ def test_separation_by_hand(randomness):
     assert separation(round_group, round_group[:, 0] > 0) == pytest.approx(1.32, abs=0.03)
 
 
-def test_neighbours_of_directions_on_a_quarter_circle():
-    degrees = torch.tensor([0.0, 10.0, 30.0, 90.0]).deg2rad()
-    features = torch.stack([degrees.cos(), degrees.sin()], dim=1)
-    # 0 is 10, 30, 90 away; 10 is 10, 20, 80; 30 is 20, 30, 60; 90 is 60, 80, 90
-    assert nearest_neighbours(features, 2).tolist() == [[1, 2], [0, 2], [1, 0], [2, 1]]
-
-
 def test_neighbours_agree_with_scikit_learn_over_several_chunks(randomness):
     features = torch.randn(1500, 6, generator=randomness)
     oracle = NearestNeighbors(n_neighbors=6, metric="cosine").fit(features.numpy())

@@ -6,10 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from cdc_plugin.core.kmeans import kmeans, lloyd, lloyd_blocks, nearest, seed_centers
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.helpers import seeded
 
 
 def blobs(count: int, clusters: int, size: int, seed: int = 0) -> torch.Tensor:

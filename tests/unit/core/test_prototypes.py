@@ -17,10 +17,7 @@ from cdc_plugin.core.prototypes import (
     standardize_rows,
 )
 from cdc_plugin.models.heads import ClusterHead
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.helpers import seeded
 
 
 def separated(count: int, clusters: int, size: int) -> torch.Tensor:

@@ -5,10 +5,7 @@ import torch.nn.functional as F
 
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.helpers import seeded
 
 
 def random_case(batch: int, clusters: int, mini_clusters: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from cdc_plugin import Backbone
+from cdc_plugin.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -34,3 +35,12 @@ def test_convolutions_are_kept_channels_last():
     backbone = around(nn.Conv2d(3, 8, 3))
     backbone.place(CPU, False, True)
     assert backbone.module[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "size"),
+    [([float("nan")] * 3, [1.0] * 3, 32), ([0.0] * 3, [float("inf")] * 3, 32), ([0.0] * 3, [1.0] * 3, 99_999)],
+)
+def test_a_convention_that_no_network_has_is_refused(mean, std, size):
+    with pytest.raises(UserError, match=r"mean and std|input_size"):
+        Backbone(nn.Identity(), 4, mean, std, size)

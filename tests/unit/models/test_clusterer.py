@@ -103,8 +103,10 @@ def test_folders_that_hold_no_whole_model_are_refused(model, tmp_path):
     model.save(tmp_path, {})
     text = (tmp_path / "model.json").read_text()
     other = {"kind": "mlp", "hidden": 12, "clusters": 6}
-    for heads, message in (({"hidden": 12}, "does not state its heads"), (other, "calibration_head|clustering_head")):
-        (tmp_path / "model.json").write_text(json.dumps({**json.loads(text), "heads": heads}))
+    absurd = [{"kind": "mlp", "hidden": size, "clusters": 6} for size in (-1, float("inf"))]
+    unstated = [(heads, "does not state its heads") for heads in ({"hidden": 12}, *absurd)]
+    for heads, message in (*unstated, (other, "calibration_head|clustering_head")):
+        (tmp_path / "model.json").write_text(json.dumps({**json.loads(text), "heads": heads, "sha256": None}))
         with pytest.raises(UserError, match=message):
             load_model(tmp_path)
     (tmp_path / "model.json").write_text(text)

@@ -1,18 +1,13 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cdc_plugin.core.selection import _top_samples, make_selector, select_confident, select_confident_column
 from cdc_plugin.core.selection.base import SelectionInput
 from cdc_plugin.errors import ConfigError
+from tests.helpers import random_probs
 
 BOTH = [select_confident, select_confident_column]
-
-
-def random_probs(batch: int, clusters: int, seed: int = 0, sharpness: float = 2.0) -> torch.Tensor:
-    logits = torch.randn(batch, clusters, generator=torch.Generator().manual_seed(seed))
-    return F.softmax(sharpness * logits, dim=1)
 
 
 def by_loops(probs: np.ndarray, by_column: bool) -> tuple[list[bool], list[int]]:

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from cdc_plugin.core.selection import selections
 from cdc_plugin.core.selection.base import SelectionInput, Selector
@@ -13,13 +12,9 @@ from cdc_plugin.core.selection.thresholds import (
     remember,
     select_above,
 )
+from tests.helpers import random_probs
 
 ALL = ["fixed", "flexmatch", "freematch"]
-
-
-def random_probs(batch: int, clusters: int, seed: int = 0, sharpness: float = 2.0) -> torch.Tensor:
-    logits = torch.randn(batch, clusters, generator=torch.Generator().manual_seed(seed))
-    return F.softmax(sharpness * logits, dim=1)
 
 
 def seen_of(probs: torch.Tensor, rows: torch.Tensor | None = None) -> SelectionInput:
