@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 
 from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.data.sources.features import describe_features, split_sources
 from cdc_plugin.evaluation.outcome import finish_run, measure_start
 from cdc_plugin.evaluation.records import Report
 from cdc_plugin.training.prepare import check_request, initialise, prepare
 from cdc_plugin.training.progress import log_to, show_progress
 from cdc_plugin.training.request import configure
-from cdc_plugin.training.resume import resume_run
+from cdc_plugin.training.resume import explain_resume, resume_run
+from cdc_plugin.training.review import has_helped, may_return, return_to_start
 from cdc_plugin.training.run_folder import (
     LOG,
     begin_run_folder,
@@ -23,18 +25,20 @@ from cdc_plugin.training.run_folder import (
     stored_request,
 )
 from cdc_plugin.training.runtime import Runtime, choose_device, init_distributed, restore_torch, was_restarted
+from cdc_plugin.training.signals import add_hint, find_interruption
 from cdc_plugin.training.trackers import open_trackers
 from cdc_plugin.training.train import explain_error, train
 
 
 def refine(
-    backbone: str | Path | nn.Module,
-    data: Any,
+    backbone: str | Path | nn.Module | None = None,
+    data: Any = None,
     clusters: int | None = None,
     recipe: str | Path | None = None,
     out: str | Path | None = None,
     seed: int | None = None,
     *,
+    features: Any = None,
     resume: bool = False,
     overwrite: bool = False,
     **overrides: Any,
@@ -47,9 +51,15 @@ def refine(
         clusters: how many; may come from the recipe instead.
         recipe: name of a shipped recipe or path of a YAML file.
         out: result folder; a new one below ``cdc-runs`` if left out.
+        features: vectors (N, D) in place of a backbone, as an array, a file or a list of such spaces side by side;
+            ``data`` are then pictures for the report, if given at all.
         overrides: any other field of `RefineConfig`, such as ``epochs=30`` or ``augment={"flip": False}``.
     """
     module = backbone if isinstance(backbone, nn.Module) else None
+    if features is not None:
+        spaces = split_sources(features)
+        overrides["features"] = [str(s) if isinstance(s, (str, Path)) else f"<{type(s).__name__}>" for s in spaces]
+        data = describe_features(spaces, data, overrides.get("labels", True), overrides.get("data_root"))
     given_data = None if isinstance(data, (str, Path)) else data
     flags = {
         **overrides,
@@ -75,14 +85,16 @@ def run(
     Every process of ``torchrun`` comes here and returns the same report; the main one alone writes.
     """
     began = time.monotonic()
-    with restore_torch(), init_distributed() as distributed:
+    with restore_torch(request.deterministic), init_distributed() as distributed:
         distributed.raise_together(lambda: check_request(request, resume))
         if was_restarted():  # the same command again, after a fault
             resume, overwrite = True, False
-        name = Path(request.data).stem if request.data else "run"
+        name = Path((request.features or [request.data or "run"])[0]).stem
         folder = distributed.broadcast_from_main(lambda: prepare_folder(request.out, name, resume, overwrite))
+        begun, state = False, None
         try:
             state = distributed.broadcast_from_main(lambda: read_state(folder)) if resume else None
+            begun = state is not None
             if resume and state is None:
                 request = distributed.broadcast_from_main(lambda: stored_request(request, folder))
                 distributed.raise_together(lambda: check_request(request, resume=False))
@@ -94,17 +106,24 @@ def run(
                     settings = distributed.broadcast_from_main(lambda: settings)
                     current = measure_start(prepared, heads, settings, folder)
                     if distributed.main:  # only now: a mistake in the inputs must not cost an earlier run's results
-                        begin_run_folder(current)
+                        begin_run_folder(current, may_return(current))
+                    begun = True
                 else:
                     current = resume_run(request, folder, state, module, data, runtime)
                 track = current.settings.track if distributed.main else []
                 with open_trackers(track, folder, current.settings, current.history) as tracking:
                     train(current, tracking)
+                    if not has_helped(current):
+                        return_to_start(current)
+                        train(current, tracking)
                     report = finish_run(current, time.monotonic() - began)
                     tracking.finish(report.metrics)
                     return report
-        except (RuntimeError, MemoryError) as error:
-            raise explain_error(error, request, folder, distributed) from error
+        except (KeyboardInterrupt, Exception) as error:
+            if (interruption := find_interruption(error)) is not None:
+                add_hint(interruption, explain_resume(request, folder if begun else None))
+                raise
+            raise explain_error(error, request, folder, distributed, resumed=state is not None) from error
         finally:
             if distributed.main:
                 leave_nothing_behind(folder)

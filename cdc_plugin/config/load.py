@@ -26,6 +26,7 @@ TYPES = {
     "list[str]": "a list of names",
 }
 REFERENCE = re.compile(r"\$\{[A-Za-z_][\w.]*\}")  # to another setting, never to the environment or a function
+MOST_ITEMS, MOST_PROBLEMS = 100, 50  # of a list; that are told at once
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
 
 
@@ -71,9 +72,7 @@ def keep_allowed(content: Mapping[Any, Any], allowed: Sequence[str], source: str
 
 def _read_words(words: Iterable[str]) -> tuple[Any, list[str]]:
     """Return the settings that ``key=value`` words state, and what is wrong with the words."""
-    import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     read, problems = [], []
     for word in words:
@@ -82,7 +81,7 @@ def _read_words(words: Iterable[str]) -> tuple[Any, list[str]]:
             continue
         try:
             read.append(OmegaConf.from_dotlist([word]))
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
+        except Exception:  # of a wrong tag: whatever the constructor of that type raises
             problems.append(
                 f"the value of {shorten(word)} cannot be read; expected one as in epochs=30 or mean=[0.5,0.5,0.5]"
             )
@@ -99,7 +98,7 @@ def to_yaml(config: Any) -> str:
 def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str]) -> Config:
     """Overlay the layers in their order; one error lists every value that cannot be used."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import OmegaConfBaseException, ValidationError
 
     fields = list_settings(schema)  # type: ignore[arg-type]
     merged = OmegaConf.structured(schema)
@@ -107,6 +106,8 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
     for name, layer in layers.items():
         prefix = "" if name in (FLAGS, WORDS) else f"{name}: "
         for key, value in _walk_values(layer, fields):
+            if len(problems) == MOST_PROBLEMS:  # each is compared with all names
+                break
             if key not in fields:
                 problems.append(prefix + _explain_unknown(key, list(fields)))
                 continue
@@ -118,8 +119,11 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
                     f"{prefix}{key} can only refer to another setting, as ${{seed}}; found {shorten(value)}"
                 )
                 continue
+            value = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
             try:
-                OmegaConf.update(merged, key, str(value) if isinstance(value, Path) else value)
+                if isinstance(value, list) and (len(value) > MOST_ITEMS or not all(map(_is_scalar, value))):
+                    raise ValidationError  # OmegaConf takes lists in lists as they come, and long ones slowly
+                OmegaConf.update(merged, key, value)
                 origin[key] = prefix
             except OmegaConfBaseException:
                 wanted = TYPES[str(fields[key].type).removesuffix(" | None")]
@@ -137,6 +141,10 @@ def _merge(schema: type[Config], layers: Mapping[str, Any], problems: list[str])
     if problems:
         raise ConfigError(problems[0])
     return config
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, list | tuple | Mapping)
 
 
 def _texts(value: Any) -> list[str]:

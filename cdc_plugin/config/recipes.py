@@ -2,6 +2,7 @@
 
 import difflib
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def find_recipe(recipe: str | Path, group: str = "cdc") -> Path:
     name, names = str(recipe).removeprefix(f"{group}/"), recipe_names(group)
     if name in names:
         return recipe_folder(group) / f"{name}.yaml"
-    path = Path(recipe).expanduser()
+    path = Path(os.path.expanduser(recipe))
     if path.is_file():
         return path
     near = difflib.get_close_matches(name, names, n=1)
@@ -52,9 +53,10 @@ def read_recipe(path: Path) -> dict[Any, Any]:
     from omegaconf import OmegaConf
 
     try:
-        if path.stat().st_size > LARGEST_RECIPE:
+        size = path.stat().st_size
+        if size > LARGEST_RECIPE:
             raise ConfigError(f"recipe {path} has more than {LARGEST_RECIPE // 1000} kB; give a file of settings")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if size else ""  # /proc/kmsg has no size, and no end
         if text.count("[") + text.count("{") > 1000:  # which take YAML's reader minutes
             raise ConfigError(f"recipe {path} is nested beyond reason; give a file of settings")
         # Each use of an anchor is a copy, and copies of copies fill any memory.

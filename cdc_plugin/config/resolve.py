@@ -1,5 +1,6 @@
 """Turn what was asked for into what a run uses: every open choice is made here, once, without labels."""
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from cdc_plugin.errors import ConfigError, option
 
 PAPER_LR_HEADS, PAPER_LR_BACKBONE = 1e-4, 5e-5  # made for 12,000 steps on CIFAR-10
 FULL_RATE_STEPS = 4_500  # shorter runs take larger rates, in proportion
-IMAGES_SEEN = 50_000  # images times epochs of a run on small data
+IMAGES_SEEN = 50_000  # images times epochs of a round on small data
+ROUNDS = 6  # at most, where the epochs are left open; most runs have settled earlier
 CROP_SCALE = 0.2  # SCAN's; until the augmentation is chosen
 
 
@@ -25,6 +27,7 @@ class ResolvedConfig(RefineConfig):
     mini_clusters: int = 0  # their number follows the confidence of every batch
     calibration_strength: float = 0.0
     epochs: int = 0
+    rounds: int = 1
     batch_size: int = 2
     sub_batch_size: int = 2
     lr_heads: float = 0.0
@@ -54,16 +57,14 @@ def resolve(request: RefineConfig, facts: Facts) -> ResolvedConfig:
 
     B follows the paper: 1,000 for small images, 500 for large ones, at least 25 images per cluster, but at least four
     batches per epoch on small sets; B_s is B / 2 from 1,000 images on and B / 4 below, as there. The paper's rates are
-    made for 12,000 steps; a set of a few thousand images gives a few hundred in reasonable time, at rates that grow
+    made for 12,000 steps; a round on a few thousand images gives a few hundred in reasonable time, at rates that grow
     with the steps that are missing, up to twentyfold.
     """
     clusters = choose_clusters(request.clusters, facts.head_clusters)
     batch_size = choose_batch_size(request.batch_size, facts.image_count, facts.input_size, clusters)
     sub_batch_size = min(request.sub_batch_size or max(32, batch_size // (2 if batch_size >= 1000 else 4)), batch_size)
-    epochs = request.epochs
-    if epochs is None:
-        epochs = min(100, max(10, round(IMAGES_SEEN / facts.image_count)))
-    steps = epochs * steps_per_epoch(facts.image_count, batch_size, sub_batch_size)
+    epochs, rounds = choose_epochs(request, facts.image_count)
+    steps = epochs / rounds * steps_per_epoch(facts.image_count, batch_size, sub_batch_size)
     speed_up = min(20.0, max(1.0, FULL_RATE_STEPS / max(1, steps)))
     augment = dataclasses.replace(
         request.augment,
@@ -83,11 +84,13 @@ def resolve(request: RefineConfig, facts: Facts) -> ResolvedConfig:
     decided: dict[str, Any] = {
         "init": choose_init(request.init, facts.head_clusters, clusters),
         "clusters": clusters,
-        "mini_clusters": min(request.mini_clusters or 0, batch_size),
+        "mini_clusters": check_mini_clusters(request.mini_clusters or 0, batch_size, request.batch_size or batch_size),
         "epochs": epochs,
+        "rounds": rounds,
         "batch_size": batch_size,
         "sub_batch_size": sub_batch_size,
-        "frozen_views": min(request.frozen_views, max(1, epochs)),  # an epoch looks at one of them
+        # An epoch looks at one of them; features that others have computed have none.
+        "frozen_views": 0 if request.features else min(request.frozen_views, max(1, epochs)),
         "input_size": facts.input_size,
         "from_recipe": [],
         "augment": augment,
@@ -125,6 +128,32 @@ def choose_init(requested: str | None, head_clusters: Sequence[int], clusters: i
     return requested or ("keep" if sizes == {clusters} else "prototypes")
 
 
+def choose_epochs(request: RefineConfig, image_count: int) -> tuple[int, int]:
+    """Return how many epochs a run has at most, and how many rounds they are divided into.
+
+    >>> choose_epochs(RefineConfig(), 5000), choose_epochs(RefineConfig(rounds=1), 5000)
+    ((60, 6), (10, 1))
+    >>> choose_epochs(RefineConfig(epochs=30), 5000), choose_epochs(RefineConfig(epochs=30, rounds=3), 5000)
+    ((30, 1), (30, 3))
+    """
+    rounds = request.rounds or (ROUNDS if request.epochs is None else 1)
+    rounds = 1 if request.freeze_backbone else rounds  # features that stay the same have nothing to review
+    if request.epochs is None:
+        return rounds * min(100, max(10, round(IMAGES_SEEN / image_count))), rounds
+    return request.epochs, max(1, min(rounds, request.epochs))
+
+
+def find_round(epoch: int, epochs: int, rounds: int) -> tuple[int, int]:
+    """Return the first epoch, from 0, of the round that an epoch belongs to, and that of the next round.
+
+    >>> [find_round(epoch, epochs=5, rounds=2) for epoch in range(5)]
+    [(0, 2), (0, 2), (2, 5), (2, 5), (2, 5)]
+    """
+    ends = [epochs * number // rounds for number in range(rounds + 1)]
+    number = bisect.bisect_right(ends, min(epoch, epochs - 1))
+    return ends[number - 1], ends[number]
+
+
 def choose_batch_size(requested: int | None, image_count: int, input_size: int, clusters: int) -> int:
     """Return B, so that every batch holds at least one image per cluster."""
     usual = max(25 * clusters, min(1000 if input_size <= 128 else 500, image_count // 4), 64)
@@ -137,6 +166,23 @@ def choose_batch_size(requested: int | None, image_count: int, input_size: int, 
     while min(batch_sizes(image_count, batch_size)) < clusters:  # near-equal batches can be smaller than asked for
         batch_size += 1
     return batch_size
+
+
+def check_mini_clusters(stated: int, batch_size: int, asked: int) -> int:
+    """Return K as it was stated; refuse more than a batch has images, each of which would then be its own target.
+
+    ``asked`` is the batch that was asked for, which small data cut: of its K the same share is proposed.
+
+    >>> check_mini_clusters(40, batch_size=1000, asked=1000)
+    40
+    """
+    if stated <= batch_size:
+        return stated
+    fitting = max(1, min(stated * batch_size // asked, batch_size // 2))
+    raise ConfigError(
+        f"mini_clusters={stated} is more than the {batch_size} images of a batch: nothing would calibrate the "
+        f"confidence; take mini_clusters={fitting}, or 0 for a number that follows the confidence"
+    )
 
 
 def batch_sizes(image_count: int, batch_size: int) -> list[int]:

@@ -11,7 +11,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-PRECISIONS = ("float32", "bfloat16", "float16")
+LARGEST_SIDE = 2048  # of images, in pixels: twice that of the largest published network
+PRECISIONS = ("auto", "float32", "bfloat16", "float16")
 
 
 def setting(
@@ -78,6 +79,13 @@ class RefineConfig:
     arch: str | None = setting(None, "network of the checkpoint", auto="recognised by its weights", metavar="NAME")
     branch: str | None = setting(None, "online or momentum (EMA, teacher), where a checkpoint has both", metavar="B")
     head: int | None = setting(None, "which of several clustering heads, from 0", metavar="N")
+    pool: str | None = setting(
+        None,
+        "vector of the backbone that is the embedding",
+        auto="what its authors evaluate",
+        choices=("class", "mean", "attention", "projection"),
+        metavar="WORD",
+    )
     init: str | None = setting(
         None,
         "how the heads start: keep those of an old clustering model, prototypes or random",
@@ -87,6 +95,13 @@ class RefineConfig:
     )
     trust_checkpoint: bool = setting(False, "open pickled modules, which runs the code in them")
     partial_weights: bool = setting(False, "accept a checkpoint that lacks weights of the backbone")
+    features: list[str] | None = setting(
+        None,
+        "vectors that other networks have computed, in place of a backbone: .npy, .npz, .parquet or data sets of the "
+        "same samples; --data are then pictures for the report",
+        auto="none",
+        metavar="FILE",
+    )
     data: str | None = setting(None, "folder, .npz, .npy, tar shards, hf:NAME:SPLIT or a name", metavar="PATH_OR_NAME")
     data_root: str | None = setting(None, "where named data sets are", auto="$CDC_DATA, else data")
     labels: bool = setting(True, "use class sub-folders and label arrays for the report, never for training")
@@ -119,6 +134,12 @@ class RefineConfig:
         auto="that of the loss",
         at_least=0,
     )
+    level: str = setting(
+        "estimated",
+        "mean confidence that a run ends with: estimated (the shape is learned, the level follows from what the "
+        "features before training know of the clusters) or learned (as in the paper)",
+        choices=("estimated", "learned"),
+    )
     selection: str = setting(
         "confident",
         "which images are trusted: confident, fixed, flexmatch or freematch; with add-ons, as confident+gsf",
@@ -135,7 +156,16 @@ class RefineConfig:
         choices=("fast", "full"),
     )
     epochs: int | None = setting(
-        None, "epochs of training", auto="from the number of images", at_least=0, at_most=1_000_000, metavar="N"
+        None, "epochs of training", auto="until the clusters settle", at_least=0, at_most=1_000_000, metavar="N"
+    )
+    rounds: int | None = setting(
+        None,
+        "rounds that the epochs are divided into; after each, in which the rates fall to 0, the clusters are checked "
+        "without labels: the heads start again where they are stuck, and training ends where little moves any more",
+        auto="at most 6, but 1 where epochs are given or the backbone is frozen",
+        at_least=1,
+        at_most=1000,
+        metavar="N",
     )
     batch_size: int | None = setting(
         None,
@@ -163,13 +193,13 @@ class RefineConfig:
     freeze_backbone: bool = setting(False, "train the heads only, on cached features")
     frozen_views: int = setting(
         4,
-        "weak and strong views per image that a frozen backbone computes once; at most epochs",
-        at_least=1,
+        "weak and strong views per image that a frozen backbone computes once; 0 trains on the plain features",
+        at_least=0,
         at_most=10_000,
     )
 
     input_size: int | None = setting(
-        None, "side of the images, in pixels", auto="the backbone's", at_least=1, at_most=8192
+        None, "side of the images, in pixels", auto="the backbone's", at_least=1, at_most=LARGEST_SIDE
     )
     mean: list[float] | None = setting(None, "mean of every channel", auto="the backbone's", length=3)
     std: list[float] | None = setting(
@@ -181,7 +211,10 @@ class RefineConfig:
 
     seed: int = setting(0, "seed of all random numbers", at_least=-(2**63), at_most=2**63 - 1, metavar="S")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", metavar="D")
-    precision: str = setting("float32", "of the backbone; lower ones by autocast", choices=PRECISIONS)
+    precision: str = setting(
+        "auto", "of the backbone: auto is bfloat16 on GPUs that have it, else float32", choices=PRECISIONS
+    )
+    deterministic: bool = setting(False, "the same bits again on the same GPU, which takes longer; CPUs always do so")
     compile: bool = setting(
         False, "compile the backbone by torch.compile: a minute at the start; no gain on the CPUs it was tried on"
     )
@@ -199,13 +232,33 @@ INPUT_FACTS = ("mean", "std", "input_size")
 # (trust_checkpoint, partial_weights), where results go (out, track) and which device computes.
 METHOD_SETTINGS = (
     *("clusters", "mini_clusters", "hidden", "entropy_weight", "heads", "stop_gradient", "calibration"),
-    *("calibration_strength", "selection", "threshold", "selection_momentum", "passes", "epochs", "batch_size"),
-    *("sub_batch_size", "lr_heads", "lr_backbone", "schedule", "freeze_backbone", "frozen_views", "augment", "seed"),
-    *("precision", "sync_batchnorm", "on_collapse", "init", "labels", *INPUT_FACTS),
+    *(
+        "calibration_strength",
+        "level",
+        "selection",
+        "threshold",
+        "selection_momentum",
+        "passes",
+        "epochs",
+        "batch_size",
+    ),
+    *(
+        "rounds",
+        "sub_batch_size",
+        "lr_heads",
+        "lr_backbone",
+        "schedule",
+        "freeze_backbone",
+        "frozen_views",
+        "augment",
+        "seed",
+    ),
+    *("precision", "deterministic", "sync_batchnorm", "on_collapse", "init", "labels", *INPUT_FACTS),
 )
 RECIPE_SETTINGS = (
     *METHOD_SETTINGS,
-    *("backbone", "format", "arch", "branch", "head", "data", "data_root", "from_recipe", "compile"),
+    *("backbone", "format", "arch", "branch", "head", "pool", "features", "data", "data_root", "from_recipe"),
+    "compile",
 )
 
 

@@ -1,24 +1,28 @@
 """Make views of the images: batches for the training loop, cached features of a frozen backbone, second looks."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes
 from cdc_plugin.config.schema import AugmentConfig
-from cdc_plugin.core.random_streams import ORDER, VIEWS, generator
+from cdc_plugin.core.random_streams import ORDER, VIEWS, generator, send
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.features import features_key, find_rows, keep_rows
+from cdc_plugin.training.features import ReadRows, features_key, find_rows, images_per_pass, keep_rows
 from cdc_plugin.training.runtime import Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 
-MakeViews = Callable[[Tensor, torch.Generator], Views]
+MakeViews = Callable[..., Views]  # of image numbers (n,), a generator and, where they were fetched ahead, the pixels
+Fetch = Callable[[Tensor], Tensor]
 View = Callable[[Tensor], Tensor]
-CHUNK = 256  # images whose views are in memory at once, where no batch says how many
 TRIED_ON = 512  # images that an augmentation is tried on
 CROP_SCALES = (0.2, 0.4, 0.6, 0.8)  # SCAN's 0.2 first, then milder ones
 # A change is overlooked if it moves few more images to another cluster than the mildest crop does.
@@ -28,18 +32,64 @@ AUGMENTED_IMAGES = 1024  # images that are predicted again in an augmented view
 
 
 def make_batches(
-    make: MakeViews, image_count: int, batch_size: int, seed: int
+    make: MakeViews, image_count: int, batch_size: int, seed: int, fetch: Fetch | None = None
 ) -> Callable[[int, int], Iterator[Views]]:
-    """Return a function that yields the batches of an epoch but its first ones; any can be made again."""
+    """Return a function that yields the batches of an epoch but its first ones; any can be made again.
+
+    ``fetch`` reads the pixels of the next batch on another thread while a device is busy with the present one.
+    """
     sizes = batch_sizes(image_count, batch_size)
 
     def batches(epoch: int, done: int) -> Iterator[Views]:
         order = torch.randperm(image_count, generator=generator(seed, ORDER, epoch))
-        for number, rows in enumerate(order.split(sizes)):
-            if number >= done:
-                yield make(rows, generator(seed, VIEWS, epoch, number))
+        left = list(enumerate(order.split(sizes)))[done:]
+        ahead = fetch_ahead(fetch, [rows for _, rows in left]) if fetch is not None else itertools.repeat(None)
+        for (number, rows), pixels in zip(left, ahead, strict=False):
+            yield make(rows, generator(seed, VIEWS, epoch, number), pixels)
 
     return batches
+
+
+def load_pixels(images: ImageSet, rows: Tensor, device: torch.device) -> Tensor:
+    """Return the pixels of some images on the device; a copy to a GPU runs beside other work."""
+    return send(images.batch(rows), device)
+
+
+def fetch_ahead(fetch: Fetch, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield what ``fetch`` returns for each batch; the next one is on its way while the caller works."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        pending = deque(thread.submit(fetch, rows) for rows in batches[:1])
+        for rows in batches[1:]:
+            pending.append(thread.submit(fetch, rows))
+            yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def load_ahead(images: ImageSet, batches: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yield the pixels of each batch on the device; for a GPU, the next ones are read meanwhile."""
+    if device.type == "cpu":
+        return (images.batch(rows) for rows in batches)
+    return (send(pixels, device) for pixels in fetch_ahead(partial(_read_locked, images), batches))
+
+
+def _read_locked(images: ImageSet, rows: Tensor) -> Tensor:
+    """Return the pixels of some images, in locked memory where there is a GPU to send them to."""
+    pixels = images.batch(rows)
+    return pixels.pin_memory() if torch.cuda.is_available() else pixels
+
+
+def fetch_pixels(settings: ResolvedConfig, images: ImageSet, runtime: Runtime) -> Fetch | None:
+    """Return a function that reads this process's shard of a batch for `make_batches`; on the CPU it gains nothing."""
+    if runtime.device.type == "cpu":
+        return None
+    distributed = runtime.distributed
+
+    def fetch(rows: Tensor) -> Tensor:
+        plan = plan_shards(len(rows), settings.sub_batch_size, distributed.size)
+        return _read_locked(images, rows[plan.owned[distributed.rank]])
+
+    return fetch
 
 
 def training_views(augment: AugmentConfig, backbone: Backbone) -> ViewSettings:
@@ -61,22 +111,19 @@ def fresh_views(settings: ResolvedConfig, backbone: Backbone, images: ImageSet, 
     # To save passes, the weak views are the plain ones as well; those of a frozen backbone cost nothing.
     fast = settings.passes == "fast" and not settings.freeze_backbone
 
-    def make(rows: Tensor, randomness: torch.Generator) -> Views:
+    def make(rows: Tensor, randomness: torch.Generator, pixels: Tensor | None = None) -> Views:
         plan = plan_shards(len(rows), settings.sub_batch_size, distributed.size)
         shard = Share(len(rows), plan.owned[distributed.rank])
-        pixels = images.batch(rows[shard.rows])
-        if device.type == "cuda":
-            pixels = pixels.pin_memory()
-        pixels = pixels.to(device, non_blocking=True)
+        pixels = load_pixels(images, rows[shard.rows], device) if pixels is None else send(pixels, device)
         weak = channels_last(weak_view(pixels, augmentation, randomness, shard))
         plain = weak if fast else channels_last(plain_view(pixels, augmentation))
         drawn = randomness.get_state()
 
         def strong(own: Tensor) -> Tensor:
             """Make views of some images, just before they are trained on; their randomness does not depend on which."""
-            some = Share(shard.count, shard.rows[own.cpu()])
+            some = Share(shard.count, shard.rows[own])
             again = torch.Generator().set_state(drawn)
-            return channels_last(strong_view(pixels.index_select(0, own), augmentation, again, some))
+            return channels_last(strong_view(pixels.index_select(0, send(own, device)), augmentation, again, some))
 
         return Views(plain, weak, strong, rows)
 
@@ -88,11 +135,11 @@ def view_features(settings: ResolvedConfig, backbone: Backbone, images: ImageSet
     """Yield rows (n, 1 + 2 views, D) of consecutive images, from a frozen backbone: plain, weak and strong views."""
     make = fresh_views(settings, backbone, images, runtime)
     backbone.eval()
-    parts = torch.arange(len(images)).split(CHUNK)
+    parts = torch.arange(len(images)).split(images_per_pass(backbone.input_size, runtime.device))
     for number, part in enumerate(runtime.progress(parts, len(parts), "features of views")):
         streams = [generator(settings.seed, VIEWS, -1 - view, number) for view in range(settings.frozen_views)]
         views = [make(part, stream) for stream in streams]
-        own = torch.arange(len(views[0].plain), device=runtime.device)
+        own = torch.arange(len(views[0].plain))
         pixels = [views[0].plain, *(view.weak for view in views), *(view.strong_of(own) for view in views)]
         features = torch.stack([backbone(each) for each in pixels], dim=1).float()
         plan = plan_shards(len(part), settings.sub_batch_size, runtime.distributed.size)
@@ -118,14 +165,26 @@ def cached_view_features(settings: ResolvedConfig, backbone: Backbone, images: I
 def cached_views(rows: Tensor, device: torch.device) -> MakeViews:
     """Return a function that draws views from the rows (N, 1 + 2 views, D) of `view_features`."""
     count = (rows.shape[1] - 1) // 2
+    if not count:
+        return plain_views(rows[:, 0], device)
 
-    def pick(chosen: Tensor, randomness: torch.Generator) -> Views:
+    def pick(chosen: Tensor, randomness: torch.Generator, pixels: None = None) -> Views:
         which = torch.randint(count, (2, len(chosen)), generator=randomness)
         views = rows[chosen]
         each = torch.arange(len(chosen))
         triple = (views[:, 0], views[each, 1 + which[0]], views[each, 1 + count + which[1]])
-        plain, weak, strong = (view.to(device) for view in triple)
+        plain, weak, strong = (send(view, device) for view in triple)
         return Views(plain, weak, strong, chosen)
+
+    return pick
+
+
+def plain_views(rows: Tensor | ReadRows, device: torch.device) -> MakeViews:
+    """Return a function whose views are all the plain features, from the rows (N, D) of all samples."""
+
+    def pick(chosen: Tensor, randomness: torch.Generator, pixels: None = None) -> Views:
+        plain = send(rows[chosen], device)
+        return Views(plain, plain, plain, chosen)
 
     return pick
 
@@ -144,10 +203,12 @@ def choose_augmentation(
     mirroring, and mirrored ones land in other clusters: so they must not be mirrored here either. Agreement is the
     share of a sample of images that the fresh head puts into the same cluster with and without the change.
     """
+    if backbone.takes_features:
+        return dataclasses.replace(asked, flip=False, crop_scale=1.0), {}
     if asked.flip is not None and asked.crop_scale is not None:
         return asked, {}
     chosen = torch.randperm(len(images), generator=randomness)[:TRIED_ON].sort().values
-    parts = images.batch(chosen).split(128)
+    parts = images.batch(chosen).split(images_per_pass(backbone.input_size, runtime.device))
 
     def clusters(view: View) -> Tensor:
         return predict_clusters(backbone, head, parts, view, runtime)
@@ -174,7 +235,8 @@ def choose_augmentation(
 def predict_snapshot(backbone: Backbone, head: nn.Module, images: ImageSet, runtime: Runtime) -> Tensor:
     """Predict the clusters (m,) of a few images, always the same ones, to see how many change between epochs."""
     settings = view_settings(backbone)
-    parts = (images.batch(part) for part in snapshot_rows(len(images)).split(CHUNK))
+    size = images_per_pass(backbone.input_size, runtime.device)
+    parts = (images.batch(part) for part in snapshot_rows(len(images)).split(size))
     return predict_clusters(backbone, head, parts, lambda pixels: plain_view(pixels, settings), runtime)
 
 
@@ -190,11 +252,17 @@ def predict_augmented(
     augment: AugmentConfig,
     runtime: Runtime,
     randomness: torch.Generator,
-) -> tuple[Tensor, Tensor]:
-    """Return indices of a sample of images, and the cluster that the head assigns to a weak view of each."""
+    most: int = AUGMENTED_IMAGES,
+) -> tuple[Tensor, Tensor | None]:
+    """Return indices of a sample of images, and the cluster that the head assigns to a weak view of each.
+
+    Features that others have computed have no views: None.
+    """
     settings = training_views(augment, backbone)
-    chosen = torch.randperm(len(images), generator=randomness)[:AUGMENTED_IMAGES].sort().values
-    parts = (images.batch(part) for part in chosen.split(CHUNK))
+    chosen = torch.randperm(len(images), generator=randomness)[:most].sort().values
+    if backbone.takes_features:
+        return chosen, None
+    parts = (images.batch(part) for part in chosen.split(images_per_pass(backbone.input_size, runtime.device)))
     return chosen, predict_clusters(
         backbone, head, parts, lambda pixels: weak_view(pixels, settings, randomness), runtime
     )
@@ -209,7 +277,7 @@ def predict_clusters(
     head.eval()
     clusters = []
     for pixels in parts:
-        views = channels_last(view(pixels.to(runtime.device)))
+        views = channels_last(view(send(pixels, runtime.device)))
         with runtime.autocast():
             clusters.append(head(backbone(views)).float().argmax(dim=1).cpu())
     return torch.cat(clusters)

@@ -8,27 +8,32 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_input
-from cdc_plugin.checkpoints.load import load_checkpoint
+from cdc_plugin.checkpoints.load import fit_size, load_checkpoint
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
+from cdc_plugin.data.sources.base import spread_evenly
+from cdc_plugin.data.sources.features import FeatureSource, describe_features
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
+from cdc_plugin.models.architectures import build, describe
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
-from cdc_plugin.training.batches import choose_augmentation, training_views
+from cdc_plugin.training.batches import CROP_SCALES, choose_augmentation, training_views
 from cdc_plugin.training.features import Features, head_probabilities, nearest_of_all, refine_over_all, shared_features
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.runtime import Progress, Runtime, choose_device
 from cdc_plugin.training.trackers import make_trackers
 
+FITTED = 4096  # rows that the scale of features is taken from
 Extract = Callable[[Backbone, ImageSet, Runtime], Features]
 
 
@@ -48,7 +53,7 @@ class Prepared:
 
 def check_request(request: RefineConfig, resume: bool) -> None:
     """Refuse a run that cannot begin, before anything is made or read."""
-    required = [] if resume and request.out else ["backbone", "data"]
+    required = [] if request.features or (resume and request.out) else ["backbone", "data"]
     missing = [option(name, "...") for name in required if getattr(request, name) is None]
     if missing:
         raise ConfigError(f"missing {' and '.join(missing)}; cdc-refine --help shows how a run is started")
@@ -65,10 +70,11 @@ def prepare(
     distributed = runtime.distributed
 
     def open_inputs() -> tuple[Loaded, Backbone, ImageSet, ResolvedConfig]:
-        loaded = open_network(request, module)
+        source = find_source(request, data)
+        loaded = open_network(request, module, source)
         clusters = choose_clusters(request.clusters, loaded.head_clusters)
         choose_init(request.init, loaded.head_clusters, clusters)  # refuses before images are read
-        images = open_data(request, loaded.backbone, data, clusters, runtime)
+        images = open_data(request, loaded.backbone, source, clusters, runtime)
         backbone = resolve_input(loaded.backbone, images)
         settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
         training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
@@ -94,13 +100,47 @@ def collect_facts(
     """Return what the settings of a run depend on."""
     mean, std = backbone.mean.tolist(), backbone.std.tolist()
     strength = check_calibration(request.calibration).strength
-    return Facts(image_count, backbone.input_size, mean, std, loaded.head_clusters, strength, processes)
+    return Facts(image_count, int(backbone.input_size), mean, std, loaded.head_clusters, strength, processes)
 
 
-def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
+def find_source(request: RefineConfig, data: Any) -> Any:
+    """Return the images, or the features in their place, that were named or given."""
+    data = (request.data or None) if data is None else data
+    if not request.features or isinstance(data, FeatureSource):
+        return data
+    return describe_features(request.features, data, request.labels, request.data_root)
+
+
+def fit_scaler(source: FeatureSource) -> Loaded:
+    """Return the backbone of features, which brings their spaces to one scale."""
+    spec = {"family": "features", "spaces": source.dims}
+    scaler, width = build(spec)
+    scaler.fit(torch.from_numpy(source[spread_evenly(len(source), FITTED)]))  # type: ignore[operator]
+    backbone = Backbone(scaler, width, [0.0] * 3, [1.0] * 3, 1, spec)
+    return Loaded(backbone, Origin("features", network=describe(spec)))
+
+
+def check_source(backbone: Backbone, source: Any) -> None:
+    """Refuse images for a model of features, features for a model of images, and features of other spaces."""
+    if isinstance(source, FeatureSource) != backbone.takes_features:
+        takes, found = describe(backbone.spec), "features" if isinstance(source, FeatureSource) else "images"
+        hint = "leave the backbone out" if found == "features" else f"add {option('features', 'FILE')}"
+        raise DataError(f"the network takes {takes if backbone.takes_features else 'images'}, found {found}; {hint}")
+    if isinstance(source, FeatureSource) and source.dims != backbone.module.spaces:
+        raise DataError(
+            f"the model takes {describe(backbone.spec)}, {source.description} has {' + '.join(map(str, source.dims))}; "
+            "give vectors of the same networks in the same order"
+        )
+
+
+def open_network(request: RefineConfig, module: nn.Module | None, source: Any = None) -> Loaded:
     """Return the network that was named or given, with the input convention that was stated."""
+    if isinstance(source, FeatureSource) and module is None and request.backbone is None:
+        return fit_scaler(source)
     if module is None:
-        wanted = Wanted(request.arch, request.branch, request.head, request.clusters, request.partial_weights)
+        size = None if "input_size" in request.from_recipe else request.input_size
+        choices = (request.arch, request.branch, request.head, request.clusters, request.partial_weights)
+        wanted = Wanted(*choices, size, request.pool)
         loaded = load_checkpoint(request.backbone or "", request.format, wanted, request.trust_checkpoint)
         unclear = loaded.origin.why.get("head") if not loaded.heads else None
         if unclear and request.init == "keep":
@@ -109,9 +149,11 @@ def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
             log.warning("%s; the run begins with prototypes", unclear)
         if loaded.matched < 1:
             log.warning("only %.1f %% of the backbone's weights are in the checkpoint", 100 * loaded.matched)
+        if "network" in loaded.backbone.inferred:
+            log.warning("the network is %s", loaded.origin.why["network"])
     elif isinstance(module, Backbone):
         # Training must not change what the caller still holds.
-        loaded = Loaded(copy.deepcopy(module), Origin("the caller"))
+        loaded = fit_size(Loaded(copy.deepcopy(module), Origin("the caller")), request.input_size or module.input_size)
     else:
         raise ConfigError(
             "a module of your own must say what it takes: wrap it as "
@@ -122,7 +164,9 @@ def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
     # A recipe's word on the input yields to the checkpoint's own.
     stated = {name: value for name, value in stated.items() if name not in recipe or name in backbone.inferred}
     mean, std = stated.get("mean", backbone.mean.tolist()), stated.get("std", backbone.std.tolist())
-    size, spec = stated.get("input_size", backbone.input_size), backbone.spec
+    size, spec = backbone.input_size, backbone.spec
+    if stated.get("input_size", size) != size:  # an equal one may know more, see `Side`
+        size = stated["input_size"]
     inferred = [name for name in backbone.inferred if name not in set(stated) - set(recipe)]
     backbone = Backbone(backbone.module, backbone.feature_dim, mean, std, size, spec, inferred=inferred)
     return dataclasses.replace(loaded, backbone=backbone)
@@ -130,7 +174,8 @@ def open_network(request: RefineConfig, module: nn.Module | None) -> Loaded:
 
 def open_data(request: RefineConfig, backbone: Backbone, data: Any, clusters: int, runtime: Runtime) -> ImageSet:
     """Return the images, squared to the size the backbone takes; refuse fewer than there are to be clusters."""
-    source = request.data if data is None else data
+    source = find_source(request, data)
+    check_source(backbone, source)
     adopt_native_size(backbone, source, request.data_root)
     images = read_images(source, backbone.input_size, request.data_root, runtime.progress, request.labels)
     refuse_few(len(images), images.source, clusters)
@@ -138,10 +183,12 @@ def open_data(request: RefineConfig, backbone: Backbone, data: Any, clusters: in
 
 
 def read_images(source: Any, size: int, root: str | None, progress: Progress, labels: bool = False) -> ImageSet:
-    """Return the images, squared to a size; log those that cannot be read."""
+    """Return the images, squared to a size; log those that cannot be read, and what is odd about the others."""
     images = open_images(source, size, labels=labels, root=root, progress=progress)
     for name, reason in images.skipped:
-        log.warning("skipped %s: %s", name, reason)
+        log.warning("skipped %s: %s", name if name.isprintable() else ascii(name), reason)
+    for warning in images.warnings:
+        log.warning("%s", warning["text"])
     return images
 
 
@@ -171,30 +218,39 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
     source = {"keep": "the old model's heads", "random": "chance"}.get(settings.init, "prototypes")
     log.info("initialising %d clusters by %s, on the features of %d images", settings.clusters, source, len(features))
     randomness = generator(settings.seed, INITIALISATION)
-    rows, chosen = features.sample(settings.clusters, randomness)
-    if float(rows.std(dim=0).max()) < 1e-6:
-        log.warning("the features of all images are the same: the backbone has collapsed")
-    complete = len(chosen) == len(features)
-    old = None if prepared.old is None else prepared.old[chosen.numpy()]
-    refine = None if complete else partial(refine_over_all, features)
-    heads = build_initial_heads(
-        settings.init,
-        prepared.loaded.heads,
-        rows.to(device),
-        old,
-        settings.clusters,
-        settings.hidden,
-        randomness,
-        refine,
-    )
-    if not complete and heads.centers is not None:
-        heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
+    heads = start_heads(settings.init, settings, features, randomness, device, prepared.loaded.heads, prepared.old)
     randomness = generator(settings.seed, AUGMENTATION)
+    asked = prepared.request.augment
+    if settings.freeze_backbone and not settings.frozen_views:  # views serve the quality card alone
+        asked = dataclasses.replace(asked, flip=bool(asked.flip), crop_scale=asked.crop_scale or CROP_SCALES[-1])
     augment, agreements = choose_augmentation(
-        prepared.request.augment, prepared.backbone, heads.clustering, prepared.images, prepared.runtime, randomness
+        asked, prepared.backbone, heads.clustering, prepared.images, prepared.runtime, randomness
     )
     if agreements:
         shares = ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items())
         chosen_words = f"flip {augment.flip}, crop_scale {augment.crop_scale:g}"
         log.info("augmentation chosen by agreement of clusters (%s): %s", shares, chosen_words)
     return heads, dataclasses.replace(settings, augment=augment)
+
+
+def start_heads(
+    init: str,
+    settings: ResolvedConfig,
+    features: Features,
+    randomness: torch.Generator,
+    device: torch.device,
+    old_heads: tuple[nn.Module, ...] = (),
+    old_probs: NDArray[np.float32] | None = None,
+) -> InitialHeads:
+    """Return both heads as `build_initial_heads` does, for any number of images."""
+    rows, chosen = features.sample(settings.clusters, randomness)
+    if float(rows.std(dim=0).max()) < 1e-6:
+        log.warning("the features of all images are the same: the backbone has collapsed")
+    complete = len(chosen) == len(features)
+    old = None if old_probs is None else old_probs[chosen.numpy()]
+    refine = None if complete else partial(refine_over_all, features)
+    clusters, hidden = settings.clusters, settings.hidden
+    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, refine)
+    if not complete and heads.centers is not None:
+        heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
+    return heads

@@ -8,13 +8,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cdc_plugin.errors import OutputError
+
 log = logging.getLogger("cdc_plugin")
 COLLAPSED = 0.1  # spread of an embedding (at most 1) below which it has collapsed
 
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Append everything this package logs to a file."""
+    """Append everything this package logs to a file, and never to what a link in somebody's folder leads to."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OutputError(f"{path} is a link or no regular file, where a run writes its log; remove it first")
     # A file name that is not valid text must not break the log.
     handler = _LogFile(path, encoding="utf-8", errors="backslashreplace", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -46,6 +50,8 @@ def show_progress(items: Iterable[Any], total: int, description: str) -> Iterabl
 class _RunProgress:
     """A bar on a terminal over all rounds (epochs or cells) of a run, and the time that the run has left."""
 
+    at_most = ""  # before the time left, where a run may end earlier
+
     def __init__(self, name: str, unit: str, rounds: int, done: int, steps: int = 1) -> None:
         """Begin after the rounds that an earlier start has done; each has so many steps of the bar."""
         from tqdm import tqdm
@@ -68,30 +74,38 @@ class _RunProgress:
         self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update()
 
-    def _log_epoch(self, stats: dict[str, float], figures: str, level: int = logging.INFO) -> dict[str, float]:
-        """Log an epoch with its time and the time left; return its record for metrics.jsonl."""
-        now, done = time.monotonic(), int(stats["epoch"])
+    def record_epoch(self, stats: dict[str, float]) -> dict[str, float]:
+        """Return the record of an epoch for metrics.jsonl; to be logged once it is on disk."""
+        now = time.monotonic()
         seconds, self.round_began = now - self.round_began, now
-        left = self._time_left(done)
-        log.log(level, "epoch %d/%d: %s, %.1f s, %s left", done, self.rounds, figures, seconds, left)
         return {**stats, "seconds": round(seconds, 3)}
+
+    def _log_epoch(self, record: dict[str, float], figures: str, level: int = logging.INFO) -> None:
+        """Log an epoch with its time and the time left."""
+        done, seconds = int(record["epoch"]), record["seconds"]
+        left = f"{self.at_most}{self._time_left(done)}"
+        log.log(level, "epoch %d/%d: %s, %.1f s, %s left", done, self.rounds, figures, seconds, left)
 
 
 class TrainingProgress(_RunProgress):
-    """A bar over all batches of a run, and one log line per epoch with the time left."""
+    """A bar over all batches of a run, and one log line per epoch with the time left.
 
-    def __init__(self, done_epochs: int, epochs: int, batches_per_epoch: int) -> None:
+    A run of several rounds may end after each of them: the time is what is left at most.
+    """
+
+    def __init__(self, done_epochs: int, epochs: int, batches_per_epoch: int, rounds: int = 1) -> None:
         super().__init__("self-labeling", "batch", epochs, done_epochs, batches_per_epoch)
+        self.at_most = "at most " if rounds > 1 else ""
 
     def after_batch(self, stats: dict[str, float]) -> None:
         loss, selected, confidence = (stats[name] for name in ("clustering_loss", "selected", "confidence"))
         self._advance(f"loss {loss:.3f}, selected {selected:.0%}, confidence {confidence:.0%}")
 
-    def after_epoch(self, stats: dict[str, float]) -> dict[str, float]:
-        """Log the epoch; return its record for metrics.jsonl."""
-        losses = ", ".join(f"{name} loss {stats[f'{name}_loss']:.4f}" for name in ("clustering", "calibration"))
-        shares = ", ".join(f"{name} {100 * stats[name]:.1f}%" for name in ("selected", "confidence"))
-        return self._log_epoch(stats, f"{losses}, {shares}")
+    def after_epoch(self, record: dict[str, float]) -> None:
+        """Log the epoch."""
+        losses = ", ".join(f"{name} loss {record[f'{name}_loss']:.4f}" for name in ("clustering", "calibration"))
+        shares = ", ".join(f"{name} {100 * record[name]:.1f}%" for name in ("selected", "confidence"))
+        self._log_epoch(record, f"{losses}, {shares}")
 
 
 class PretextProgress(_RunProgress):
@@ -104,13 +118,14 @@ class PretextProgress(_RunProgress):
     def after_batch(self, stats: dict[str, float]) -> None:
         self._advance(f"loss {stats['loss']:.3f}, spread {stats['spread']:.2f}")
 
-    def after_epoch(self, stats: dict[str, float]) -> dict[str, float]:
-        """Log the epoch, as a warning if the embedding has collapsed; return its record for metrics.jsonl."""
+    def after_epoch(self, record: dict[str, float], saved: bool = True) -> None:
+        """Log the epoch, as a warning if the embedding has collapsed."""
         # Fresh weights give much the same embedding for all images; after the warm-up that is a failure.
-        collapsed = stats["spread"] < COLLAPSED and stats["epoch"] > self.warmup_epochs
+        collapsed = record["spread"] < COLLAPSED and record["epoch"] > self.warmup_epochs
         warning = " (collapsed: all images look alike to the network)" if collapsed else ""
-        figures = f"loss {stats['loss']:.4f}, spread {stats['spread']:.2f}{warning}, lr {stats['lr']:.4f}"
-        return self._log_epoch(stats, figures, logging.WARNING if collapsed else logging.INFO)
+        figures = f"loss {record['loss']:.4f}, spread {record['spread']:.2f}{warning}, lr {record['lr']:.4f}"
+        figures += "" if saved else ", not saved yet"
+        self._log_epoch(record, figures, logging.WARNING if collapsed else logging.INFO)
 
 
 class CellProgress(_RunProgress):

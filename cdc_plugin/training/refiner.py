@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, steps_per_epoch
-from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator
+from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, find_round, steps_per_epoch
+from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator, send
 from cdc_plugin.core.selection import make_selector
 from cdc_plugin.core.selection.base import SelectionInput
 from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
@@ -52,7 +52,8 @@ class Refiner:
         self.select = make_selector(settings.selection, image_count, settings.clusters, threshold, momentum, device)
         self.step = choose_step(settings)
         self.batches_per_epoch = len(batch_sizes(image_count, settings.batch_size))
-        self.total_steps = settings.epochs * steps_per_epoch(image_count, settings.batch_size, settings.sub_batch_size)
+        self.steps_per_epoch = steps_per_epoch(image_count, settings.batch_size, settings.sub_batch_size)
+        self.settled = False  # after a round: nothing moves any more, and no epoch is left to train
         self.epoch = 0
         self.steps = 0
         self.slow_down = 1.0  # factor on all learning rates, below 1 after a loss that was not finite
@@ -68,7 +69,7 @@ class Refiner:
 
         ``batches(epoch, done)`` returns the batches of an epoch that are left, and must depend on nothing else.
         """
-        while self.epoch < self.settings.epochs:
+        while not self.done:
             progress = self.progress
             if not progress.logs:
                 progress.randomness = generator(self.settings.seed, TRAINING, self.epoch)
@@ -78,21 +79,27 @@ class Refiner:
             if not self.networks.are_finite():  # the last step may ruin weights after the last loss
                 raise NotFiniteError
             self.networks.align()
+            record = {"epoch": self.epoch + 1, **progress.summarise(), "lr_factor": self._lr_factor()}
             self.epoch += 1
             self.progress = EpochProgress(self.settings.clusters)
-            after_epoch({"epoch": self.epoch, **progress.summarise(), "lr_factor": self._lr_factor()})
+            after_epoch(record)
+
+    @property
+    def done(self) -> bool:
+        return self.settled or self.epoch >= self.settings.epochs
 
     def train_batch(self, views: Views, randomness: torch.Generator) -> Stats:
         """Run the outer loop of Algorithm 1 once; return means over the batch for the log."""
         networks, runtime, distributed = self.networks, self.runtime, self.runtime.distributed
         targets = self.compute_targets(views, randomness)
-        mask, rank = targets.selection.mask, distributed.rank
-        self.progress.sizes += torch.bincount(targets.selection.labels, minlength=self.settings.clusters).cpu()
+        rank = distributed.rank
+        labels, mask = torch.stack([targets.selection.labels, targets.selection.mask]).cpu()
+        self.progress.sizes += torch.bincount(labels, minlength=self.settings.clusters)
         plan = plan_shards(len(views.rows), self.settings.sub_batch_size, distributed.size)
         fast = self.settings.passes == "fast"
         losses = []
         with fork_rng(randomness, runtime.device, rank):  # for dropout and stochastic depth
-            for sub_batch in split_batch(mask.cpu(), plan, rank, fast, runtime.device):
+            for sub_batch in split_batch(mask.bool(), plan, rank, fast, runtime.device):
                 networks.set_learning_rates(self._lr_factor())
                 losses.append(torch.stack(self.step(networks, views, targets, sub_batch)))
                 self.steps += 1
@@ -125,7 +132,8 @@ class Refiner:
         weak_probs = F.softmax(networks.target_head.logits(hidden), dim=1)  # type: ignore[operator]
         confidence = weak_probs.max(dim=1).values.mean().item()
         soft, mini_clusters = self._compute_soft_targets(probs, features, confidence, randomness)
-        selection = self.select(SelectionInput(weak_probs, views.rows.to(self.runtime.device), weak_features, hidden))
+        rows = send(views.rows, self.runtime.device)
+        selection = self.select(SelectionInput(weak_probs, rows, weak_features, hidden))
         for decision in (soft, selection.labels, selection.mask):
             distributed.broadcast_(decision)
         return BatchTargets(selection, soft, features, confidence, mini_clusters)
@@ -142,7 +150,10 @@ class Refiner:
         return mini_cluster_targets(probs, assignment, count), count
 
     def _lr_factor(self) -> float:
-        return lr_multiplier(self.settings.schedule, self.steps, self.total_steps) * self.slow_down
+        """Return the factor on all learning rates, which fall to 0 in every round."""
+        first, following = find_round(self.epoch, self.settings.epochs, self.settings.rounds)
+        steps, total = self.steps - first * self.steps_per_epoch, (following - first) * self.steps_per_epoch
+        return lr_multiplier(self.settings.schedule, steps, total) * self.slow_down
 
     def state(self) -> dict[str, Any]:
         """Return everything that `restore` needs to continue as if nothing had happened."""
@@ -150,6 +161,7 @@ class Refiner:
             "epoch": self.epoch,
             "steps": self.steps,
             "slow_down": self.slow_down,
+            "settled": self.settled,
             "progress": self.progress.state(),
             "selector": dict(self.select.state),
             "networks": self.networks.state(),
@@ -160,6 +172,7 @@ class Refiner:
         self.networks.restore(state["networks"])
         self.select.state.update({name: value.to(self.runtime.device) for name, value in state["selector"].items()})
         self.epoch, self.steps, self.slow_down = state["epoch"], state["steps"], state["slow_down"]
+        self.settled = state["settled"]
         self.progress = EpochProgress(self.settings.clusters, state["progress"])
 
 

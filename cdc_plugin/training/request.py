@@ -13,7 +13,9 @@ def configure(
 ) -> RefineConfig:
     """Return what is asked for; what the pretraining run says of its data yields to what the user says."""
     request: RefineConfig = load_config(recipe, flags, overrides)
-    if request.backbone is None:
+    if request.features:
+        request.freeze_backbone = True
+    if request.backbone is None or request.features:
         return request
     from cdc_plugin.checkpoints.read import read_run_args
 

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 
+from cdc_plugin.checkpoints.safe_pickle.containers import read_archive
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import write_atomically, write_text
 from cdc_plugin.data.images import ImageSet
+from cdc_plugin.data.side import write_side
 from cdc_plugin.errors import OutputError, option
 from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.training.features import Features
 from cdc_plugin.training.runtime import Runtime
 
 try:
@@ -26,10 +29,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-CONFIG, STATE, HISTORY, LOG = "config.yaml", "last.pt", "metrics.jsonl", "train.log"
+# Settings of a resumed run that are the request's own: its config.yaml may not state them.
+OF_THE_REQUEST = ("device", "track", "on_collapse", "trust_checkpoint", "partial_weights")
+UNFIXED = ("out", "from_recipe")
+CONFIG, START, STATE, HISTORY, LOG = "config.yaml", "start.pt", "last.pt", "metrics.jsonl", "train.log"
 PREDICTIONS, REPORT, PAGE = "predictions.csv", "report.json", "report.html"
 OTHER_FILES = ("model.safetensors", "model.json", "trackers.json")
-RESULT_FILES = (CONFIG, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *OTHER_FILES)
+RESULT_FILES = (CONFIG, START, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *OTHER_FILES)
 EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
 COMPARISON = "comparison.json"
 DEFAULT_PARENT = Path("cdc-runs")
@@ -45,21 +51,53 @@ class Run:
     images: ImageSet
     model: Clusterer
     before: dict[str, Any]  # figures of the state after initialisation
+    start: torch.Tensor  # (N,) k-means on the features that the run began with
+    start_components: torch.Tensor  # (n, 64) principal components of these features
+    start_rows: torch.Tensor  # (n,) which images they are of
     history: list[dict[str, float]] = field(default_factory=list)  # one record per finished epoch
-    start: torch.Tensor | None = None  # (N,) k-means on the features that the run began with
     old: dict[str, Any] | None = None  # the model that is retrofitted: its figures, and its assignment (N,)
     snapshots: list[torch.Tensor] = field(default_factory=list)  # clusters of some images after the last epochs
+    reviews: list[dict[str, Any]] = field(default_factory=list)  # what was seen after each round
+    assignment: torch.Tensor | None = None  # (N,) clusters at the last review
+    start_probe: float = 0.0  # how well the first features know the initial clusters, see `read_linearly`
+    returned: dict[str, Any] = field(default_factory=dict)  # to the start: what was asked for in place of it
     setback: int | None = None  # the epoch in which a loss was not finite, if there was one
     state: dict[str, Any] | None = None  # what the run is resumed from
+    features: Features | None = None  # of the plain views, where the backbone is frozen
+
+    @property
+    def asked(self) -> ResolvedConfig:
+        """The settings that the run began with."""
+        return replace(self.settings, **self.returned)
 
 
-KEPT = ("before", "history", "start", "old", "snapshots", "setback")  # of a `Run`, in its state
+KEPT = (
+    "before",
+    "history",
+    "start",
+    "start_components",
+    "start_rows",
+    "old",
+    "snapshots",
+    "reviews",
+    "assignment",
+    "start_probe",
+    "returned",
+    "setback",
+)  # of a `Run`, in its state
 
 
-def begin_run_folder(run: Run) -> None:
-    """Replace an earlier run's files by the settings of this one."""
+def begin_run_folder(run: Run, may_return: bool) -> None:
+    """Replace an earlier run's files by the settings of this one, and by the weights it may return to."""
     clear_results(run.folder)
     write_text(run.folder / CONFIG, to_yaml(run.settings))
+    if may_return:
+        write_state(run.folder, run.model.state_dict(), START)
+
+
+def fixed_settings(config: RefineConfig) -> dict[str, str]:
+    """Return, as text, the settings that stay the same however often a run is resumed."""
+    return {name: str(value) for name, value in vars(config).items() if name not in (*OF_THE_REQUEST, *UNFIXED)}
 
 
 def save_run(run: Run, refiner: dict[str, Any]) -> None:
@@ -73,19 +111,20 @@ def save_run(run: Run, refiner: dict[str, Any]) -> None:
             "feature_dim": backbone.feature_dim,
             "mean": backbone.mean.tolist(),
             "std": backbone.std.tolist(),
-            "input_size": backbone.input_size,
+            **write_side(backbone.input_size),
             "spec": backbone.spec,
         },
         "heads": run.model.calibration_head.spec,
         "digest": run.images.digest,
+        "settings": fixed_settings(run.asked),
         **{name: getattr(run, name) for name in KEPT},
     }
     write_state(run.folder, state)
     write_history(run.folder / HISTORY, run.history)
 
 
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    write_atomically(folder / STATE, lambda path: torch.save(state, path))
+def write_state(folder: Path, state: dict[str, Any], file: str = STATE) -> None:
+    write_atomically(folder / file, lambda path: torch.save(state, path))
 
 
 def write_history(path: Path, history: Sequence[Mapping[str, float]]) -> None:
@@ -178,7 +217,7 @@ def stored_request(request: RefineConfig, folder: Path) -> RefineConfig:
     return replace(load_config(path), **{name: getattr(request, name) for name in own})
 
 
-_claims: dict[Path, int] = {}  # open folders, whose locks this process holds
+_claims: dict[Path, int | None] = {}  # folders this process writes to, with the handle of the lock if there is one
 
 
 def _claim(folder: Path) -> None:
@@ -186,17 +225,17 @@ def _claim(folder: Path) -> None:
     busy = OutputError(f"another run is writing to {folder}; wait for its end, or give another folder")
     if folder.absolute() in _claims:
         raise busy
-    if fcntl is None:
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise busy from error
-    else:
-        _claims[folder.absolute()] = handle
+    handle = None
+    if fcntl is not None:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            handle = None  # a file system without locks
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise busy from error
+    _claims[folder.absolute()] = handle
 
 
 def _check_whole(folder: Path) -> None:
@@ -215,13 +254,14 @@ def _check_whole(folder: Path) -> None:
         )
 
 
-def read_state(folder: Path) -> dict[str, Any] | None:
+def read_state(folder: Path, file: str = STATE) -> dict[str, Any] | None:
     """Return the state of the last finished epoch, or None where a run has not got that far."""
-    path = folder / STATE
+    path = folder / file
     if not path.is_file():
         return None
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = read_archive(path)  # it may be a stranger's: torch's own reader can be made to run on
+        return state
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise OutputError(f"{path} cannot be read ({reason[:150]}); start again with {option('overwrite')}") from error
@@ -229,7 +269,7 @@ def read_state(folder: Path) -> dict[str, Any] | None:
 
 def _make(out: str | Path | None, name: str, latest: bool) -> tuple[Path, list[str]]:
     """Return the folder, made if it is not there, and the names of what it holds already."""
-    folder = _numbered(name, latest) if out is None else Path(out).expanduser()
+    folder = _numbered(name, latest) if out is None else Path(os.path.expanduser(out))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A run that failed at once, on a mistyped path say, leaves its log only.
@@ -239,8 +279,9 @@ def _make(out: str | Path | None, name: str, latest: bool) -> tuple[Path, list[s
         raise OutputError(f"{folder} is or lies in a file; give the path of a folder") from error
     except FileExistsError as error:
         raise OutputError(f"{folder} is a file; give the path of a folder") from error
-    except OSError as error:
-        raise OutputError(f"cannot make the result folder {folder}: {error.strerror}; give another folder") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise OutputError(f"cannot make the result folder {str(folder)!r}: {reason}; give another folder") from error
     try:
         probe = folder / ".writable"
         probe.touch()
@@ -264,6 +305,7 @@ def _numbered(name: str, latest: bool) -> Path:
 
 
 def _half_written(folder: Path) -> list[Path]:
-    """Return temporary files of a run that was killed while writing; `write_atomically` names them."""
-    names = "|".join(re.escape(file) for file in RESULT_FILES)
-    return [path for path in folder.glob(".*") if re.fullmatch(rf"\.({names})\.[a-z0-9_]{{8}}", path.name)]
+    """Return temporary files of a run that was killed while writing; `write_atomically` or safetensors names them."""
+    ours = "|".join(re.escape(file) for file in RESULT_FILES)
+    names = re.compile(rf"\.({ours})\.[a-z0-9_]{{8}}|\.tmp[A-Za-z0-9]{{6}}")
+    return [path for path in folder.glob(".*") if names.fullmatch(path.name) and not path.is_dir()]

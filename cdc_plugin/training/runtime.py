@@ -10,6 +10,7 @@ import datetime
 import functools
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdc_plugin.config.resolve import count_sub_batches
+from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.errors import ConfigError, DataError, UserError, option
 from cdc_plugin.training.signals import end_with_parent
 
 Shared = TypeVar("Shared")
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 JOIN_TIMEOUT = datetime.timedelta(minutes=10)  # for all processes to start
+WORD_TIMEOUT = 10.0  # seconds for the first process of a machine to say why all of them end
 WAIT_TIMEOUT = datetime.timedelta(hours=2)  # for a process that may be reading all images
 
 
@@ -171,6 +174,29 @@ def plan_shards(count: int, sub_batch_size: int, size: int) -> ShardPlan:
     return ShardPlan(rows, [list(torch.arange(len(part)).tensor_split(size)) for part in rows])
 
 
+# Set by torchrun, Lightning and SLURM for the processes that they start.
+GROUP = (
+    "WORLD_SIZE",
+    "RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@contextlib.contextmanager
+def stay_alone() -> Iterator[None]:
+    """Keep to this process what runs inside, although it is one of several: no other would come to join it."""
+    group = {name: os.environ.pop(name) for name in GROUP if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(group)
+
+
 @contextlib.contextmanager
 def init_distributed() -> Iterator[Distributed]:
     """Join the processes that ``torchrun`` has started; without it, yield a single process."""
@@ -180,11 +206,16 @@ def init_distributed() -> Iterator[Distributed]:
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_initialized():  # a script of the user's own has joined already
+        if torch.device("cpu") not in map(torch.device, _devices_of_group()):
+            raise ConfigError(
+                "the processes exchange GPU tensors only, and a run shares words and CPU tensors too; start the group "
+                'with init_process_group("cpu:gloo,cuda:nccl"), or let cdc_plugin start it'
+            )
         yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
         return
     end_with_parent()
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(_check_device_count(local_rank))
     try:
         # torchrun may keep what an earlier attempt has left in the store: addresses of processes that are gone.
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=JOIN_TIMEOUT)))
@@ -203,6 +234,26 @@ def init_distributed() -> Iterator[Distributed]:
         dist.destroy_process_group()
 
 
+def _devices_of_group() -> list[str]:
+    return [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
+
+
+def _check_device_count(local_rank: int) -> int:
+    """Return which GPU is this process's; refuse more processes than GPUs, which NCCL answers with a hang."""
+    count, stated = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE")
+    processes = int(stated or local_rank + 1)
+    if processes > count:
+        error = ConfigError(
+            f"there are {processes} or more processes on this machine, which has {count} GPUs; take "
+            f"--nproc-per-node={count}, or {option('device', 'cpu')} with CUDA_VISIBLE_DEVICES= in front"
+        )
+        error.told = stated is not None and local_rank > 0  # all processes know, and the first one says it
+        if error.told:
+            time.sleep(WORD_TIMEOUT)  # until torchrun ends this one, too
+        raise error
+    return local_rank
+
+
 def was_restarted() -> bool:
     """Return whether ``torchrun`` or SLURM has started this command again after a fault, so that it resumes."""
     counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
@@ -219,9 +270,16 @@ class Runtime:
     """Where and how a run computes."""
 
     device: torch.device
-    precision: str = "float32"  # or bfloat16 or float16, by autocast
+    precision: str = "float32"  # or bfloat16 or float16, by autocast; auto is bfloat16 on GPUs that have it
     distributed: Distributed = SINGLE
     progress: Progress = show_nothing  # wraps an iterable of so many items in a bar with a description
+
+    def __post_init__(self) -> None:
+        if self.precision == "float16" and self.device.type == "mps":  # torch 2.6 scales such losses in float64
+            raise ConfigError("precision=float16 does not train on MPS; take precision=bfloat16 or float32")
+        if self.precision == "auto":
+            fast = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            object.__setattr__(self, "precision", "bfloat16" if fast else "float32")
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Return the context in which networks compute in this precision."""
@@ -231,16 +289,25 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def restore_torch() -> Iterator[None]:
-    """Compute as torch does by default, whatever the caller has switched off, and leave everything as it was."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float32)
+def restore_torch(deterministic: bool = False) -> Iterator[None]:
+    """Compute as torch does by default, whatever the caller has switched off, and leave everything as it was.
+
+    GPUs try which of their convolutions is fastest, or take those that give the same bits every time.
+    """
+    threads = torch.get_num_threads()
+    chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fastest = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU multiplies its first matrices
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with torch_defaults(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
+        torch.backends.cudnn.benchmark = fastest
+        torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
 
 
 def choose_device(name: str) -> torch.device:
@@ -249,19 +316,29 @@ def choose_device(name: str) -> torch.device:
     >>> choose_device("cpu")
     device(type='cpu')
     """
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device("mps" if torch.backends.mps.is_available() and not several else "cpu")
     try:
         device = torch.device(name)
         if device.type == "meta":
             raise ValueError("it computes nothing")
+        if several and device.type == "mps":
+            raise ValueError("the processes of torchrun cannot exchange what is on it")
+        if several and device.index is not None:
+            raise ValueError("each process of torchrun takes a GPU of its own: name none")
         torch.empty(0, device=device)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+        if "'MPS' backend" in reason:  # that it lacks the most basic operation
+            reason = "torch finds no GPU of Apple's"
+        if reason.startswith("Expected one of"):  # twenty names, of other machines
+            reason = "expected auto, cpu, cuda, cuda:1 or mps"
+        other = "cuda" if several and name.startswith("cuda:") else "cpu"
         raise ConfigError(
-            f"device {name!r} cannot be used here ({reason[:150]}); try {option('device', 'cpu')}"
+            f"device {name!r} cannot be used here ({reason[:150]}); try {option('device', other)}"
         ) from error
     return device
 

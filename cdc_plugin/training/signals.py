@@ -28,6 +28,19 @@ class Terminated(KeyboardInterrupt):
         super().__init__(f"stopped by {self.name}")
 
 
+def find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interruption behind an error: a library that is interrupted while it cleans up may fail at that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
+
+
+def add_hint(interruption: KeyboardInterrupt, hint: str) -> None:
+    """Add how to continue, for the command to print and for a traceback to show."""
+    interruption.args = ("; ".join([*map(str, interruption.args), hint]),)
+    interruption.hint = hint  # type: ignore[attr-defined]
+
+
 @dataclass
 class Notice:
     """Whether this process was asked to end, and by which signal."""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.losses import calibration_loss, check_calibration, pseudo_label_loss
+from cdc_plugin.core.random_streams import send
 from cdc_plugin.core.selection.base import Selection
 from cdc_plugin.training.runtime import Runtime, ShardPlan, plan_shards
 from cdc_plugin.training.sync_batchnorm import convert_on_cuda, share_statistics
@@ -44,7 +45,9 @@ class Views:
 
     def strong_of(self, own: Tensor) -> Tensor:
         """Return the strong views of some of this process's images (n,)."""
-        return self.strong.index_select(0, own) if isinstance(self.strong, Tensor) else self.strong(own)
+        if isinstance(self.strong, Tensor):
+            return self.strong.index_select(0, send(own, self.strong.device))
+        return self.strong(own)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class SubBatch:
 
     rows: slice  # of the batch
     trained: Tensor  # (n,) those of them that the clustering head is trained on
-    own: Tensor  # which of this process's views are of `trained`
+    own: Tensor  # which of this process's views are of `trained`, on the CPU
     shards: list[Tensor]  # for each process, the places of its images among `trained`
 
 
@@ -152,6 +155,16 @@ class Networks:
             for tensor in module.state_dict().values():
                 self.runtime.distributed.broadcast_(tensor)
 
+    def restart_heads(self, clustering: nn.Module, calibration: nn.Module) -> None:
+        """Take the weights of other heads of the same layers; what the optimisers remember of the old ones is gone."""
+        fresh = ((self.clustering_head, clustering), (self.calibration_head, calibration))
+        for head, start in fresh:
+            head.load_state_dict(start.state_dict())
+            for parameter in head.parameters():
+                for optimizer in (self.clustering_optimizer, self.calibration_optimizer):
+                    optimizer.state.pop(parameter, None)
+        self.align()
+
     def state(self) -> dict[str, Any]:
         """Return weights and optimisers, for `restore`."""
         return {name: getattr(self, name).state_dict() for name in STATEFUL}
@@ -165,7 +178,7 @@ class Networks:
         """Return whether all weights and BatchNorm statistics are finite; other buffers may be infinite: masks."""
         modules = nn.ModuleList(self.modules())
         statistics = [buffer for layer in _find_batchnorms(modules) for buffer in layer.buffers()]
-        return all(bool(tensor.isfinite().all()) for tensor in (*modules.parameters(), *statistics))
+        return bool(torch.stack([tensor.isfinite().all() for tensor in (*modules.parameters(), *statistics)]).all())
 
 
 def split_batch(trusted: Tensor, plan: ShardPlan, rank: int, fast: bool, device: torch.device) -> Iterator[SubBatch]:
@@ -180,7 +193,7 @@ def split_batch(trusted: Tensor, plan: ShardPlan, rank: int, fast: bool, device:
         place = kept.cumsum(dim=0) - 1
         own_views = first_view + torch.arange(len(own))[kept[own]]
         kept_shards = [place[shard[kept[shard]]] for shard in shards]
-        yield SubBatch(span, rows[kept].to(device), own_views.to(device), kept_shards)
+        yield SubBatch(span, send(rows[kept], device), own_views, kept_shards)
         first_view += len(own)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.registry import Registry
-from cdc_plugin.data.atomic import write_text
+from cdc_plugin.data.atomic import read_json_object, write_text
 from cdc_plugin.errors import UserError
 
 log = logging.getLogger("cdc_plugin")
@@ -53,7 +53,7 @@ def make_trackers(names: Sequence[str] | None) -> dict[str, Tracker]:
             made[name] = trackers.get(name)()
         except ImportError as error:
             raise UserError(
-                f"tracker {name!r} needs the package {error.name}; type: pip install 'cdc-plugin[log]', "
+                f'tracker {name!r} needs the package {error.name}; type: pip install "cdc-plugin[log]", '
                 "or run without it (at --resume: track=[])"
             ) from error
     return made
@@ -78,8 +78,8 @@ class Tracking:
         # Where the notes are missing or damaged, the trackers receive everything again.
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
             if running:
-                notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
-                self.kept = {name: dict(kept) for name, kept in notes.items()}
+                notes = read_json_object(folder / NOTES)
+                self.kept = {name: kept for name, kept in notes.items() if type(kept.get("epoch", 0)) is int}
 
     def start(self, config: dict[str, Any], history: Sequence[Mapping[str, float]]) -> None:
         for name in list(self.running):

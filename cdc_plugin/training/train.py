@@ -4,27 +4,33 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
+import torch
 from torch import nn
 
+from cdc_plugin.config.resolve import find_round
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.errors import UserError, option
+from cdc_plugin.errors import OutputError, UserError, is_out_of_memory, option
 from cdc_plugin.training.batches import (
     SNAPSHOT_EPOCHS,
     cached_view_features,
     cached_views,
+    fetch_pixels,
     fresh_views,
     make_batches,
+    plain_views,
     predict_snapshot,
+    snapshot_rows,
 )
 from cdc_plugin.training.collapse import SLOW_DOWN, detect_new, refuse_dead
+from cdc_plugin.training.features import head_probabilities
 from cdc_plugin.training.progress import TrainingProgress, log
 from cdc_plugin.training.refiner import NotFiniteError, Refiner, Stats
-from cdc_plugin.training.run_folder import Run, read_state, save_run
+from cdc_plugin.training.review import may_return, review_round
+from cdc_plugin.training.run_folder import STATE, Run, read_state, save_run
 from cdc_plugin.training.runtime import SINGLE, Distributed
 from cdc_plugin.training.signals import Terminated, noticing_termination
 from cdc_plugin.training.trackers import Tracking
 
-NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 LOST_CONNECTION = ("connection", "peer", "gloo", "nccl", "barrier", "timed out")
 
 
@@ -39,11 +45,16 @@ def train(run: Run, tracking: Tracking) -> None:
     refiner = Refiner(trained, model.clustering_head, model.calibration_head, settings, runtime, images.count)
     if run.state is not None:
         refiner.restore(run.state["refiner"])
-    if frozen and refiner.epoch < settings.epochs:
-        make = cached_views(cached_view_features(settings, model.backbone, images, run.runtime), runtime.device)
+    seen = None  # features of the images that are predicted after the last epochs, where they stay the same
+    if run.features is not None and not refiner.done:
+        seen = run.features.take(snapshot_rows(images.count))
+        if settings.frozen_views:
+            make = cached_views(cached_view_features(settings, model.backbone, images, run.runtime), runtime.device)
+        else:
+            make = plain_views(run.features.gather(), runtime.device)
     if frozen and not main:
         return
-    bar = TrainingProgress(refiner.epoch, settings.epochs, refiner.batches_per_epoch)
+    bar = TrainingProgress(refiner.epoch, settings.epochs, refiner.batches_per_epoch, settings.rounds)
     together = runtime.distributed
 
     def save() -> None:
@@ -58,20 +69,29 @@ def train(run: Run, tracking: Tracking) -> None:
             raise Terminated  # another process was asked
 
     def after_epoch(stats: Stats) -> None:
-        run.history.append(bar.after_epoch(stats))
+        run.history.append(bar.record_epoch(stats))
+        _, following = find_round(refiner.epoch - 1, settings.epochs, settings.rounds)
+        if following - SNAPSHOT_EPOCHS < refiner.epoch < following:  # after the last, all images are seen
+            head = model.calibration_head
+            probs = None if seen is None else torch.from_numpy(head_probabilities(head, seen))
+            clusters = predict_snapshot(model.backbone, head, images, runtime) if probs is None else probs.argmax(dim=1)
+            run.snapshots.append(clusters)
+        if refiner.epoch == following and (settings.rounds > 1 or may_return(run)):
+            review_round(run, refiner)
+            run.snapshots = run.snapshots if refiner.done else []
+        save()
+        bar.after_epoch(run.history[-1])  # only now: who reads of an epoch may rely on it
         for finding in detect_new(run.history, settings):
             log.warning("%s", finding.text)
-        if settings.epochs - SNAPSHOT_EPOCHS < refiner.epoch < settings.epochs:  # after the last, all images are seen
-            run.snapshots.append(predict_snapshot(model.backbone, model.calibration_head, images, runtime))
-        save()
-        tracking.epoch(run.history[-1])  # only now: a run that is killed in between makes up for it
+        tracking.epoch(run.history[-1])  # a run that is killed in between makes up for it
         together.raise_together(lambda: refuse_dead(run.history, settings))
 
     save()
     together.raise_together(lambda: refuse_dead(run.history, settings))
-    batches = make_batches(make, images.count, settings.batch_size, settings.seed)
+    fetch = None if frozen else fetch_pixels(settings, images, runtime)
+    batches = make_batches(make, images.count, settings.batch_size, settings.seed, fetch)
     with noticing_termination() as notice, contextlib.closing(bar):
-        while refiner.epoch < settings.epochs:
+        while not refiner.done:
             try:
                 refiner.fit(batches, after_batch, after_epoch)
             except NotFiniteError:
@@ -101,10 +121,14 @@ def roll_back(run: Run, refiner: Refiner) -> None:
     )
 
 
-def explain_error(error: Exception, config: RefineConfig, folder: Path, distributed: Distributed) -> Exception:
-    """Return an error of torch that the user can do something about in plain words; any other one as it is."""
+def explain_error(
+    error: BaseException, config: RefineConfig, folder: Path, distributed: Distributed, resumed: bool = False
+) -> BaseException:
+    """Return an error that the user can do something about in plain words; any other one as it is."""
+    if isinstance(error, (UserError, OSError)):
+        return error
     text = str(error).lower()
-    if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
+    if is_out_of_memory(error):
         smaller = max(2, (config.sub_batch_size or 128) // 2)
         return UserError(
             f"out of memory; finished epochs are kept in {folder}; start a new run in another folder with "
@@ -117,5 +141,11 @@ def explain_error(error: Exception, config: RefineConfig, folder: Path, distribu
         return UserError(
             f"another process of this run has ended; finished epochs are kept in {folder}: start it again with "
             f"{option('resume')}, or let torchrun do so with --max-restarts"
+        )
+    if resumed:  # what a state holds is taken as it comes; nothing tells a damaged one from a mistake of ours
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        return OutputError(
+            f"cannot go on from {folder / STATE} ({reason}); if it is damaged or of another version, start again with "
+            f"{option('overwrite')}"
         )
     return error

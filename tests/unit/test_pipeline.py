@@ -1,8 +1,9 @@
 import json
 import logging
 import os
+import re
 import shutil
-from functools import partialmethod
+from functools import partial, partialmethod
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import cdc_plugin
-from cdc_plugin import Backbone, Report, UserError, load_model, refine
+from cdc_plugin import Backbone, Report, UserError, inspect, load_model, refine
 from cdc_plugin.errors import ConfigError, DataError, OutputError
 from cdc_plugin.pipeline import run
 from cdc_plugin.training.request import configure
@@ -23,7 +24,7 @@ from tests.helpers.json_records import check_record
 QUICK = {"epochs": 1, "hidden": 16, "batch_size": 60, "sub_batch_size": 30, "mini_clusters": 12, "device": "cpu"}
 LABEL_FREE = {"expected_accuracy", "heads_agree", "trusted_share", "empty_clusters", "largest_cluster_share"}
 LABEL_FREE |= {"clustering_confidence", "augmentation_agreement", "neighbour_consistency", "kmeans_agreement"}
-LABEL_FREE |= {"start_agreement", "stability", "balance", "warnings"}
+LABEL_FREE |= {"start_agreement", "stability", "balance", "warnings", "expected_low", "expected_high", "signals"}
 
 
 class Digits(Dataset):
@@ -71,7 +72,7 @@ def test_the_public_names_are_there():
 def test_a_run_writes_its_files_and_the_report_it_returns(finished):
     report, _ = finished
     assert isinstance(report, Report)
-    assert {path.name for path in report.folder.iterdir()} == set(RESULT_FILES) - {"trackers.json"}
+    assert {path.name for path in report.folder.iterdir()} == set(RESULT_FILES) - {"trackers.json", "start.pt"}
     lines = (report.folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
     stored = json.loads((report.folder / "report.json").read_text(encoding="utf-8"))
@@ -91,7 +92,7 @@ def test_predictions_agree_with_the_model_and_the_config_leaves_no_number_open(f
     np.testing.assert_allclose(report.predictions["confidence"], probs.max(axis=1), atol=1e-5)
     stored = yaml.safe_load((report.folder / "config.yaml").read_text(encoding="utf-8"))
     open_settings = {name for name, value in stored.items() if value is None}
-    assert open_settings <= {"format", "arch", "branch", "head", "data_root"}
+    assert open_settings <= {"format", "arch", "branch", "head", "pool", "features", "data_root"}
     assert {name: stored[name] for name in settings} == settings
     assert None not in (stored["augment"]["flip"], stored["augment"]["crop_scale"])
 
@@ -145,7 +146,7 @@ def test_a_finished_run_resumes_to_the_same_and_only_with_its_settings_and_image
 
 
 def test_the_same_call_resumes_though_sizes_were_cut_and_numbers_rounded(tmp_path, digits, tiny_checkpoint):
-    settings = {**QUICK, "batch_size": 1000, "sub_batch_size": 500, "mini_clusters": 400}
+    settings = {**QUICK, "batch_size": 1000, "sub_batch_size": 500}
     arguments = {**settings, "mean": [0.4914, 0.4822, 0.4465], "std": [0.2023, 0.1994, 0.201], "out": tmp_path / "r"}
     first = refine(tiny_checkpoint, digits[0][:30], 2, **arguments)
     again = refine(tiny_checkpoint, digits[0][:30], 2, resume=True, **arguments)
@@ -183,8 +184,22 @@ def test_a_torch_data_set_with_labels_and_zero_epochs_and_the_module_of_the_call
     assert report.metrics["labels"] is True
     assert report.predictions.dtype.names[0] == "index"
     assert all(torch.equal(tensor, before[name]) for name, tensor in tiny_backbone.state_dict().items())
-    report = refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "none", **{**QUICK, "epochs": 0})
+    untrained = {**QUICK, "epochs": 0}
+    report = refine(tiny_backbone, digits[0][:40], 2, out=tmp_path / "none", level="learned", **untrained)
     assert report.metrics["after"]["calibration_head"] == report.metrics["before"]["calibration_head"]
+
+
+def test_the_confidence_is_set_to_the_estimate_and_no_image_changes_its_cluster(tmp_path, digits, tiny_backbone):
+    learned, estimated = (
+        refine(tiny_backbone, digits[0][:60], 3, out=tmp_path / level, level=level, **QUICK)
+        for level in ("learned", "estimated")
+    )
+    assert np.array_equal(learned.predictions["cluster"], estimated.predictions["cluster"])
+    card = estimated.metrics["label_free"]
+    assert card["signals"] == learned.metrics["label_free"]["signals"]
+    assert learned.metrics["label_free"]["expected_low"] is None
+    assert card["expected_low"] < estimated.predictions["confidence"].mean() < card["expected_high"]
+    assert abs(card["signals"]["confidence"] - learned.predictions["confidence"].mean()) < 1e-4
 
 
 def test_a_frozen_backbone_keeps_its_weights_and_resumes_to_the_same_bytes(tmp_path, digits, tiny_backbone):
@@ -256,7 +271,10 @@ def test_a_compiled_backbone_gives_the_same_clusters(tiny_checkpoint, digits, tm
     assert load_model(compiled.folder).predict_proba(digits[0][:3]).shape == (3, 3)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+MODES = [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu"), partial(torch.device, "meta")]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_is_the_same_and_leaves_all_as_it_was_whatever_the_caller_has_switched_off(
     finished, tmp_path, digits, tiny_checkpoint, mode
 ):
@@ -273,6 +291,19 @@ def test_a_run_is_the_same_and_leaves_all_as_it_was_whatever_the_caller_has_swit
     assert (again.predictions == report.predictions).all()
     assert (log.level, list(log.handlers), torch.get_num_threads()) == before
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_models_load_and_predict_the_same_whatever_the_caller_has_switched_off(finished, digits, mode):
+    folder = finished[0].folder
+    expected = load_model(folder).predict_proba(digits[0][:5])
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mode():
+            np.testing.assert_array_equal(load_model(folder).predict_proba(digits[0][:5]), expected)
+            assert inspect(folder, digits[0][:20], device="cpu")["loadable"]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_folder_in_the_way_of_a_result_costs_nothing(finished, tmp_path, digits, tiny_checkpoint):
@@ -298,3 +329,24 @@ def test_a_state_that_is_none_is_refused_in_words(finished, tmp_path, content):
     torch.save(content, tmp_path / "run" / "last.pt")
     with pytest.raises(OutputError, match="not the state of a run"):
         run(configure(None, {"out": tmp_path / "run", "device": "cpu"}), resume=True)
+
+
+@pytest.mark.parametrize("damage", ["clusters", "head", "before", "width", "hidden"])
+def test_a_state_that_does_not_fit_its_run_is_refused_in_words(finished, tmp_path, digits, damage):
+    folder = shutil.copytree(finished[0].folder, tmp_path / "run")
+    state = torch.load(folder / "last.pt", weights_only=True)
+    if damage == "clusters":
+        text = (folder / "config.yaml").read_text()
+        (folder / "config.yaml").write_text(re.sub(r"(?m)^clusters: \d+", "clusters: 7", text))
+    elif damage == "head":
+        state["refiner"] = {}
+    elif damage == "before":
+        state["before"] = 3
+    elif damage == "width":  # of a terabyte
+        state["backbone"]["spec"]["widths"] = [60_000] * 4
+    else:
+        state["heads"]["hidden"] = 10**10
+    torch.save(state, folder / "last.pt")
+    words = "lacks weights" if damage in ("width", "hidden") else r"config\.yaml|last\.pt"
+    with pytest.raises(OutputError, match=words):
+        run(configure(None, {"out": folder, "device": "cpu"}), data=digits[0][:60], resume=True)

@@ -18,6 +18,7 @@ PAPER_QUEUE = 32_768
 LAPTOP_IMAGES = 50_000  # below, the laptop recipes are the default
 IMAGES_SEEN = 300_000  # images times epochs of a run without a given length
 BLUR_FROM = 64  # pixels; the paper blurs images of 64 px and more, not those of 32
+BLUR = {"byol": [1.0, 0.1]}  # shares of the first and of the second views; of other methods a half of both
 FEWEST = 32  # images
 SHARE: dict[str, Any] = {"at_least": 0, "at_most": 1}  # limits of a setting
 
@@ -42,6 +43,7 @@ class PretrainConfig:
         None, "width inside the predictor", auto="the projector's; simsiam: a quarter of the embedding", at_least=1
     )
     output_norm: bool = setting(False, "BatchNorm at the end of byol's heads, which short runs need")
+    symmetric: bool = setting(True, "MoCo-v2: both views ask and answer, at twice the work per step")
     queue: int | None = setting(
         None, "earlier keys that MoCo-v2 contrasts with; fewer than there are images", auto="the paper's", at_least=1
     )
@@ -79,13 +81,20 @@ class PretrainConfig:
     )
     jitter_share: float = setting(0.8, "share of the views with other colours", **SHARE)
     grayscale: float = setting(0.2, "share of the views without colours", **SHARE)
-    blur: float | None = setting(
-        None, "share of the views that are blurred", auto="half of them from 64 px on, else none", **SHARE
+    blur: list[float] | None = setting(
+        None,
+        "shares of the first and of the second views that are blurred",
+        auto="from 64 px on [0.5, 0.5], of byol [1.0, 0.1], else none",
+        **SHARE,
+        length=2,
     )
+    solarize: float = setting(0.0, "share of the second views whose bright pixels are inverted, as byol's", **SHARE)
 
     seed: int = setting(0, "seed of all random numbers", metavar="S")
     device: str = setting("auto", "auto, cpu, cuda, cuda:1, mps", metavar="D")
-    precision: str = setting("float32", "of the networks; lower ones by autocast", choices=PRECISIONS)
+    precision: str = setting(
+        "auto", "of the networks: auto is bfloat16 on GPUs that have it, else float32", choices=PRECISIONS
+    )
     save_every: int = setting(1, "epochs between two states to resume from", at_least=1)
 
 
@@ -100,7 +109,7 @@ class ResolvedPretrainConfig(PretrainConfig):
     mean: list[float] = field(default_factory=list)
     std: list[float] = field(default_factory=list)
     flip: bool = True
-    blur: float = 0.0
+    blur: list[float] = field(default_factory=list)
 
 
 def load_pretrain_config(
@@ -148,7 +157,7 @@ def resolve(request: PretrainConfig, image_count: int, input_size: int) -> Resol
         "mean": request.mean or [],
         "std": request.std or [],
         "flip": request.data != "digits" if request.flip is None else request.flip,
-        "blur": (0.5 if input_size >= BLUR_FROM else 0.0) if request.blur is None else request.blur,
+        "blur": request.blur or (BLUR.get(method, [0.5, 0.5]) if input_size >= BLUR_FROM else [0.0, 0.0]),
     }
     if method == "mocov2":
         queue = PAPER_QUEUE if request.queue is None else request.queue

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
 from cdc_plugin.training.pretext.config import ResolvedPretrainConfig
+from cdc_plugin.training.pretext.lars import LARS
 from cdc_plugin.training.pretext.methods import Pretext
 from cdc_plugin.training.runtime import Runtime
 
@@ -103,13 +104,12 @@ class Pretrainer:
 
 
 def _optimizer(task: nn.Module, config: ResolvedPretrainConfig, lr: float) -> torch.optim.Optimizer:
-    rates: dict[str, Any] = {"lr": lr, "momentum": 0.9, "weight_decay": config.weight_decay}
+    rates: dict[str, Any] = {"lr": lr, "momentum": 0.9}
+    trained = [weight for weight in task.parameters() if weight.requires_grad]
     if config.optimizer == "sgd":
-        return torch.optim.SGD([weight for weight in task.parameters() if weight.requires_grad], **rates)
-    from lightly.models.utils import get_weight_decay_parameters
-    from lightly.utils.lars import LARS
-
+        return torch.optim.SGD(trained, fused=trained[0].is_cuda, weight_decay=config.weight_decay, **rates)
     # As in BYOL, biases and the layers that normalise are neither decayed nor scaled.
-    groups = get_weight_decay_parameters([task])
-    decayed, others = ([weight for weight in group if weight.requires_grad] for group in groups)
-    return LARS([{"params": decayed}, {"params": others, "weight_decay": 0.0}], **rates)
+    decayed = [weight for weight in trained if weight.ndim > 1]
+    others = [weight for weight in trained if weight.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": decayed, "decay": config.weight_decay}, {"params": others}]
+    return LARS(groups, **rates)

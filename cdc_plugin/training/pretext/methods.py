@@ -56,7 +56,7 @@ def require_lightly() -> None:
     try:
         import lightly.loss  # noqa: F401
     except ImportError as error:
-        raise UserError("cdc-pretrain needs lightly: pip install 'cdc-plugin[pretrain]'") from error
+        raise UserError('cdc-pretrain needs lightly: pip install "cdc-plugin[pretrain]"') from error
 
 
 class Pretext(nn.Module):
@@ -94,32 +94,42 @@ class _WithMomentum(Pretext):
 class MoCoV2(_WithMomentum):
     """MoCo-v2: tell the key of the other view from a queue of earlier keys (InfoNCE).
 
-    One view asks and one answers; solo-learn's MoCo-v2+ swaps them and adds both losses, at twice the work per step.
+    The first view asks and the second answers. If it is symmetric (solo-learn's MoCo-v2+, the paper's), the second
+    also asks the first, with a queue of its own, and the loss is the mean of both.
     """
 
     def __init__(self, backbone: Backbone, config: ResolvedPretrainConfig) -> None:
         from lightly.loss import NTXentLoss
 
         super().__init__(backbone, _mlp(backbone.feature_dim, config.hidden, config.projection))
-        self.criterion = NTXentLoss(config.temperature, memory_bank_size=(config.queue, config.projection))
+        size = (config.queue, config.projection)
+        sides = range(2 if config.symmetric else 1)
+        self.criteria = nn.ModuleList(NTXentLoss(config.temperature, memory_bank_size=size) for _ in sides)
 
     @torch.no_grad()
     def prepare(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Fill the queue with keys of images.
+        """Fill the queues with keys of images.
 
-        lightly fills it with random directions. To flee from these, all images move to one place, from where a run
+        lightly fills them with random directions. To flee from these, all images move to one place, from where a run
         on few images is slow to return: after ten epochs on the digits the spread was 0.13, and 0.68 with real keys.
         """
         filled = 0
-        for _, second in batches:
-            self.criterion.memory_bank(F.normalize(self._keys(second), dim=1), update=True)
+        for first, second in batches:
+            for bank, view in zip(self._banks(), (second, first), strict=False):
+                bank(F.normalize(self._keys(view), dim=1), update=True)
             filled += len(second)
-            if filled >= len(self.criterion.memory_bank.bank):
+            if filled >= len(self._banks()[0].bank):
                 return
 
     def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        query = self.online(first).float()
-        return self.criterion(query, self._keys(second)), query.detach()
+        views = (first, second)[: len(self.criteria)]
+        queries = [self.online(view).float() for view in views]
+        keys = [self._keys(view) for view in (second, first)[: len(views)]]
+        losses = [criterion(*pair) for criterion, *pair in zip(self.criteria, queries, keys, strict=True)]
+        return torch.stack(losses).mean(), queries[0].detach()
+
+    def _banks(self) -> list[Any]:
+        return [criterion.memory_bank for criterion in self.criteria]
 
     @torch.no_grad()
     def _keys(self, images: Tensor) -> Tensor:
@@ -128,13 +138,14 @@ class MoCoV2(_WithMomentum):
         keys = torch.cat([self.momentum(group) for group in images[order].tensor_split(KEY_GROUPS)])
         return keys[order.argsort()].float()
 
-    # lightly does not count its queue among what a state dict holds; a resumed run needs it.
-    def get_extra_state(self) -> dict[str, Tensor]:
-        return {name: getattr(self.criterion.memory_bank, name) for name in ("bank", "bank_ptr")}
+    # lightly does not count its queues among what a state dict holds; a resumed run needs them.
+    def get_extra_state(self) -> list[dict[str, Tensor]]:
+        return [{name: getattr(bank, name) for name in ("bank", "bank_ptr")} for bank in self._banks()]
 
     def set_extra_state(self, state: Any) -> None:
-        for name, tensor in state.items():
-            getattr(self.criterion.memory_bank, name).copy_(tensor)
+        for bank, tensors in zip(self._banks(), state, strict=True):
+            for name, tensor in tensors.items():
+                getattr(bank, name).copy_(tensor)
 
 
 class SimSiam(Pretext):

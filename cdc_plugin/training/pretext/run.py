@@ -23,6 +23,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import describe, skeleton
 from cdc_plugin.models.clusterer import write_model
 from cdc_plugin.training import run_folder
+from cdc_plugin.training.batches import load_ahead
 from cdc_plugin.training.prepare import read_images
 from cdc_plugin.training.pretext import loop
 from cdc_plugin.training.pretext.config import (
@@ -35,8 +36,9 @@ from cdc_plugin.training.pretext.config import (
 )
 from cdc_plugin.training.pretext.methods import METHODS, fresh_backbone, require_lightly, spec_of
 from cdc_plugin.training.progress import COLLAPSED, PretextProgress, log, log_to, show_progress
-from cdc_plugin.training.resume import check_resume_settings
+from cdc_plugin.training.resume import check_resume_settings, explain_resume
 from cdc_plugin.training.runtime import choose_device
+from cdc_plugin.training.signals import add_hint
 
 TOOL = "cdc-pretrain"
 MEASURED = 10_000  # images whose pixels give mean and std
@@ -75,6 +77,7 @@ def pretrain(
     require_lightly()
     device = choose_device(config.device)
     folder = run_folder.prepare_folder(config.out, f"pretrain-{Path(config.data or 'run').stem}", resume, overwrite)
+    begun = False
     try:
         state = run_folder.read_state(folder) if resume else None
         if state is None and config.data is None:
@@ -84,7 +87,12 @@ def pretrain(
                 settings, images = start(load_pretrain_config(recipe, flags, words, infer_recipe), folder)
             else:
                 settings, images = restart(config, folder, state)
+            begun = True
             return train(settings, images, folder, device, state)
+    except KeyboardInterrupt as error:
+        begun = begun and (folder / run_folder.STATE).is_file()
+        add_hint(error, explain_resume(config, folder if begun else None))
+        raise
     finally:
         run_folder.leave_nothing_behind(folder)
 
@@ -153,13 +161,15 @@ def train(
     }
 
     def after_epoch(stats: dict[str, float]) -> None:
-        history.append(bar.after_epoch(stats))
-        if trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs:
+        history.append(bar.record_epoch(stats))
+        saved = trainer.epoch % config.save_every == 0 or trainer.epoch == config.epochs
+        if saved:
             # The model first: a run can be used before it ends. The state last: what it says is done, is there.
             write_model(folder, backbone, {**origin, "epochs": trainer.epoch})
             run_folder.write_history(folder / run_folder.HISTORY, history)
             kept = {"tool": TOOL, "trainer": trainer.state(), "history": history, "digest": images.digest}
             run_folder.write_state(folder, kept)
+        bar.after_epoch(history[-1], saved)
 
     with contextlib.closing(bar):
         trainer.fit(batches_of(images, config, device), bar.after_batch, after_epoch)
@@ -170,25 +180,23 @@ def batches_of(
     images: ImageSet, config: ResolvedPretrainConfig, device: torch.device
 ) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
     """Return a function that yields two views of every batch of an epoch; they depend on (seed, epoch, batch) only."""
-    settings = view_settings(config)
+    first, second = view_settings(config)
     sizes = batch_sizes(len(images), config.batch_size)
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(len(images), generator=generator(config.seed, loop.ORDER, epoch))
-        for number, chosen in enumerate(order.split(sizes)):
+        for number, pixels in enumerate(load_ahead(images, order.split(sizes), device)):
             randomness = generator(config.seed, loop.VIEWS, epoch, number)
-            pixels = images.batch(chosen)
-            if device.type == "cuda":
-                pixels = pixels.pin_memory()
-            pixels = pixels.to(device, non_blocking=True)
-            yield pretext_view(pixels, settings, randomness), pretext_view(pixels, settings, randomness)
+            yield pretext_view(pixels, first, randomness), pretext_view(pixels, second, randomness)
 
     return batches
 
 
-def view_settings(config: ResolvedPretrainConfig) -> PretextSettings:
-    """Return the augmentation of resolved settings."""
-    return PretextSettings(**{item.name: getattr(config, item.name) for item in dataclasses.fields(PretextSettings)})
+def view_settings(config: ResolvedPretrainConfig) -> tuple[PretextSettings, PretextSettings]:
+    """Return the augmentation of the first and of the second view."""
+    stated = {item.name: getattr(config, item.name) for item in dataclasses.fields(PretextSettings)}
+    first, second = config.blur
+    return PretextSettings(**{**stated, "blur": first, "solarize": 0.0}), PretextSettings(**{**stated, "blur": second})
 
 
 def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
@@ -207,7 +215,7 @@ def statistics(images: ImageSet) -> tuple[list[float], list[float]]:
 
 def infer_recipe(request: PretrainConfig) -> Mapping[str, Any]:
     """Return the shipped recipe that suits the number of images, which are not read, and log its name."""
-    count = len(describe_source(request.data, 32, request.data_root))
+    count = len(describe_source(request.data, 32, request.data_root, labels=False))
     name = default_recipe(request.method, count)
     log.info("%d images: settings of recipe %s", count, name)
     return read_recipe(find_recipe(name, "pretrain"))

@@ -85,6 +85,12 @@ def test_all_that_is_wrong_is_reported_at_once(write_recipe):
 CODE = "backbone: !!python/object/apply:os.getcwd []\n"
 
 
+def test_of_very_many_mistakes_some_are_told():
+    with pytest.raises(ConfigError) as refusal:
+        load_config(defaults={f"name{number}": 1 for number in range(10_000)})
+    assert len(str(refusal.value).splitlines()) < 100
+
+
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "\tclusters: 3", "just words", CODE])
 def test_files_that_are_no_recipe_or_would_run_code_are_refused(write_recipe, text):
     with pytest.raises(ConfigError, match=r"mine\.yaml is not valid YAML" if text == CODE else r"mine\.yaml"):
@@ -133,9 +139,19 @@ def test_every_setting_is_either_allowed_in_a_file_or_guarded():
 @pytest.mark.parametrize(
     "word",
     [
-        *("epochs=[", "mean=[0.5,0.5,0.5", "epochs=???", "seed=${epochs", "epochs==", "augment.flip=[1", "track=[a"),
+        *(
+            "epochs=[",
+            "epochs=!!bool maybe",
+            "mean=[0.5,0.5,0.5",
+            "epochs=???",
+            "seed=${epochs",
+            "epochs==",
+            "augment.flip=[1",
+            "track=[a",
+        ),
         *("epochs=${oc.env:HOME}", "backbone=${oc.env:HOME}", "backbone=${data}${data}", "track=['${oc.env:HOME}']"),
         *("mean=[" + "[" * 3000, "epochs=" + "9" * 5000, "epochs=0x" + "f" * 5000, "std=[.inf,1,1]", "mean=[.nan,0,0]"),
+        *("mean=[[1],2,3]", "augment.exclude=[" + "x," * 200 + "]"),
         *("clusters=1" + "0" * 30, "seed=1" + "0" * 30, "x" * 10_000 + "=1", "augment.operations=1000000"),
     ],
     ids=lambda word: word[:20],

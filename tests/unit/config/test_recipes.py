@@ -26,6 +26,8 @@ def test_the_values_of_the_paper(name, images, clusters, batch, sub_batch, mini,
     assert (config.batch_size, config.sub_batch_size, config.mini_clusters) == (batch, sub_batch, mini)
     assert (config.lr_backbone, config.lr_heads) == pytest.approx((rate, 1e-4))
     assert (config.hidden, config.entropy_weight, config.schedule) == (512, 1.0, "constant")
+    augment = config.augment  # of the released code, whose crops have torchvision's default area
+    assert (augment.crop_scale, augment.operations, augment.cutout) == (0.08, 4, 16 if crop == 32 else 32)
     resolved = resolve(config, Facts(images, crop, [0.5] * 3, [0.5] * 3))
     # Nothing of what the paper states is changed by what is filled in.
     names = ("clusters", "batch_size", "sub_batch_size", "mini_clusters", "epochs", "lr_heads", "lr_backbone", "hidden")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cdc_plugin.config.load import load_config
 from cdc_plugin.config.resolve import Facts, batch_sizes, choose_init, count_sub_batches, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.errors import ConfigError, UserError
@@ -48,10 +49,27 @@ def test_no_more_views_of_frozen_images_are_kept_than_epochs_look_at(epochs, vie
 
 
 def test_sizes_beyond_the_data_are_cut_to_it_and_a_batch_below_the_number_of_clusters_is_refused():
-    found = resolve(RefineConfig(clusters=2, batch_size=1000, sub_batch_size=500, mini_clusters=400), facts(60, 32))
-    assert (found.batch_size, found.sub_batch_size, found.mini_clusters) == (60, 60, 60)
+    found = resolve(RefineConfig(clusters=2, batch_size=1000, sub_batch_size=500, mini_clusters=40), facts(60, 32))
+    assert (found.batch_size, found.sub_batch_size, found.mini_clusters) == (60, 60, 40)
     with pytest.raises(UserError, match="batch_size=40 or more"):
         resolve(RefineConfig(clusters=10, batch_size=8), facts(1000, 32))
+
+
+@pytest.mark.parametrize(
+    ("request_", "instead"),
+    [
+        (load_config("cifar10"), 30),  # K is 500 for 1,000 images, of which there are 60
+        (load_config("cifar10", overrides=["batch_size=40"]), 20),
+        (RefineConfig(clusters=4, mini_clusters=61), 30),
+        (RefineConfig(clusters=4, mini_clusters=61, batch_size=61), 30),
+    ],
+)
+def test_more_mini_clusters_than_a_batch_has_images_are_refused_with_a_number_that_fits(request_, instead):
+    with pytest.raises(ConfigError, match=f"images of a batch.*mini_clusters={instead}, or 0"):
+        resolve(request_, facts(60, 32))
+    for fitting in (instead, 0):
+        request_.mini_clusters = fitting
+        assert resolve(request_, facts(60, 32)).mini_clusters == fitting
 
 
 @pytest.mark.parametrize(("images", "batch", "clusters"), [(14, 4, 4), (7, 2, 2), (1400, 400, 400)])

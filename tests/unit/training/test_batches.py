@@ -26,6 +26,7 @@ from cdc_plugin.training.batches import (
 )
 from cdc_plugin.training.runtime import Distributed, Runtime, plan_shards
 from cdc_plugin.training.steps import Views
+from tests.helpers import seeded
 from tests.helpers.in_step import in_step
 
 CPU = torch.device("cpu")
@@ -43,11 +44,7 @@ def images(digits) -> ImageSet:
     return open_images(digits[0][:40], 32)
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def numbers_only(chosen: Tensor, randomness: torch.Generator) -> Views:
+def numbers_only(chosen: Tensor, randomness: torch.Generator, pixels: None = None) -> Views:
     """Views that show nothing but which images, and what is drawn for them."""
     return Views(chosen, torch.rand(len(chosen), generator=randomness), chosen, chosen)
 

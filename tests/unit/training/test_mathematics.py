@@ -14,14 +14,11 @@ from cdc_plugin.core.selection import select_confident
 from cdc_plugin.training.batches import make_batches
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.steps import BatchTargets, Views
+from tests.helpers import seeded
 from tests.helpers.refiners import make, settings, trust, views, weights, without_batchnorm
 
 BATCH, CLUSTERS, SUB_BATCH = 24, 3, 12
 HALVES = (slice(0, SUB_BATCH), slice(SUB_BATCH, BATCH))
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def unlike_views() -> Views:
@@ -95,13 +92,13 @@ def test_each_sub_batch_moves_the_calibration_head_towards_its_own_targets(sched
     soft = judge(refiner.networks.clustering_head, batch.plain)
     twin = copy.deepcopy(refiner.networks.calibration_head).train()
     optimizer = torch.optim.Adam(twin.parameters())
-    for rows, rate in zip(HALVES, expected_rates(schedule, refiner.total_steps), strict=True):
+    for rows, rate in zip(HALVES, expected_rates(schedule, refiner.steps_per_epoch), strict=True):
         logits = twin(batch.plain[rows])
         mean = F.softmax(logits, dim=1).mean(dim=0)
         loss = -(soft[rows] * F.log_softmax(logits, dim=1)).sum(dim=1).mean() + 0.5 * (mean * mean.log()).sum()
         take_step(optimizer, loss, [config.lr_heads * rate])
     refiner.train_batch(batch, seeded())
-    assert refiner.total_steps == 2
+    assert refiner.steps_per_epoch == 2
     check_weights(refiner.networks.calibration_head, twin, "0.bias")
 
 
@@ -115,7 +112,7 @@ def test_each_sub_batch_moves_backbone_and_clustering_head_towards_its_trusted_l
     with torch.no_grad():
         labels = judge(networks.calibration_head, backbone(batch.weak)).argmax(dim=1)
     optimizer = torch.optim.Adam([{"params": head.parameters()}, {"params": backbone.parameters()}])
-    for rows, rate in zip(HALVES, expected_rates(schedule, refiner.total_steps), strict=True):
+    for rows, rate in zip(HALVES, expected_rates(schedule, refiner.steps_per_epoch), strict=True):
         trusted = torch.arange(BATCH)[rows] < 18
         loss = F.cross_entropy(head(backbone(batch.strong[rows]))[trusted], labels[rows][trusted])
         take_step(optimizer, loss, [1e-2 * rate, 1e-3 * rate])
@@ -151,7 +148,7 @@ def test_every_epoch_of_every_seed_has_a_stream_of_its_own(seed, monkeypatch):
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (7, 0), (0, 2)])
 def test_order_and_views_come_from_the_streams_of_seed_and_epoch(seed, epoch):
-    def draw(rows: Tensor, randomness: torch.Generator) -> Views:
+    def draw(rows: Tensor, randomness: torch.Generator, pixels: None = None) -> Views:
         return Views(rows, torch.rand(3, generator=randomness), rows, rows)
 
     batches = list(make_batches(draw, 40, 20, seed)(epoch, 0))

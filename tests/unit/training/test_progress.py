@@ -1,9 +1,11 @@
 import contextlib
 import json
 import logging
+import os
 
 import pytest
 
+from cdc_plugin.errors import OutputError
 from cdc_plugin.training.progress import TrainingProgress, log, log_to, show_progress
 from cdc_plugin.training.run_folder import write_history
 
@@ -31,6 +33,17 @@ def test_a_file_name_that_is_no_valid_text_is_logged_all_the_same(tmp_path, caps
     assert capsys.readouterr().err == ""
 
 
+def test_the_log_is_never_written_through_a_link_or_to_a_pipe(tmp_path):
+    victim = tmp_path / "victim.txt"
+    victim.write_text("mine")
+    (tmp_path / "train.log").symlink_to(victim)
+    os.mkfifo(tmp_path / "pipe.log")
+    for name in ("train.log", "pipe.log"):
+        with pytest.raises(OutputError, match=name), log_to(tmp_path / name):
+            log.info("a line")
+    assert victim.read_text() == "mine"
+
+
 def test_history_is_one_json_object_per_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     history = [{"epoch": 1, "loss": 0.5}, {"epoch": 2, "loss": 0.25}]
@@ -45,7 +58,9 @@ def test_an_epoch_is_logged_and_recorded_and_bars_are_silent_off_a_terminal(capl
     with caplog.at_level(logging.INFO, logger="cdc_plugin"):
         for _ in range(3):
             bar.after_batch(STATS)
-        record = bar.after_epoch({"epoch": 3, **STATS})
+        record = bar.record_epoch({"epoch": 3, **STATS})
+        assert not caplog.messages  # the state is saved first
+        bar.after_epoch(record)
     bar.close()
     assert set(record) == {"epoch", *STATS, "seconds"}
     assert caplog.messages[0].startswith("epoch 3/5: clustering loss 0.5000, calibration loss 0.2500, selected 75.0%")

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_overwrite_removes_the_files_of_a_run_and_no_other(tmp_path):
 
 
 def test_resume_removes_nothing_but_half_written_files(tmp_path):
-    fill(tmp_path, "last.pt", "notes.txt", ".last.pt.k3_x9qzb", ".last.pt.backup", ".vimrc")
+    fill(tmp_path, "last.pt", "notes.txt", ".last.pt.k3_x9qzb", ".last.pt.backup", ".vimrc", ".tmpAb3dE9")
     begun(tmp_path)
     prepare_folder(tmp_path, resume=True)
     assert names_in(tmp_path) == sorted(["config.yaml", "last.pt", "notes.txt", ".last.pt.backup", ".vimrc"])
@@ -146,3 +147,11 @@ def test_a_state_reads_back_equal_no_state_is_none_and_a_broken_one_is_told(tmp_
     with pytest.raises(UserError, match=r"last\.pt cannot be read .*overwrite=True") as refusal:
         read_state(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_state_of_a_stranger_neither_hangs_nor_crashes(tmp_path):
+    doubled = b"\x80\x02)" + b"2\x86" * 60 + b"q\x00}h\x00K\x01s."  # a tuple whose hash takes years
+    with zipfile.ZipFile(tmp_path / "last.pt", "w") as archive:
+        archive.writestr("a/data.pkl", doubled)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_state(tmp_path)

@@ -17,23 +17,30 @@ from cdc_plugin.training.runtime import (
     choose_device,
     init_distributed,
     plan_shards,
+    stay_alone,
     was_restarted,
 )
 from tests.helpers.in_step import Silence, in_step
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:99", "", "cpu:x"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "mps:9", "", "cpu:x"])
 def test_a_device_that_is_not_there_is_refused_in_one_line(name):
     assert choose_device("auto").type in ("cpu", "cuda", "mps")
     with pytest.raises(UserError, match="device='cpu'") as refusal:
         choose_device(name)
     assert "\n" not in str(refusal.value)
+    assert "aten::" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_autocast_computes_in_the_precision_of_the_run(precision):
     with Runtime(torch.device("cpu"), precision).autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == getattr(torch, precision)
+
+
+def test_half_precision_is_refused_on_apples_devices():
+    with pytest.raises(UserError, match="bfloat16"):
+        Runtime(torch.device("mps"), "float16")
 
 
 def test_a_batch_is_shared_by_hand():
@@ -156,7 +163,8 @@ def environment(monkeypatch):
     """environment(RANK="0", ...): none of the words that torchrun says but those given."""
 
     def say(**words: str) -> None:
-        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        restarts = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", *restarts):
             monkeypatch.delenv(name, raising=False)
         for name, word in words.items():
             monkeypatch.setenv(name, word)
@@ -173,9 +181,36 @@ def test_without_torchrun_a_process_is_alone_and_a_script_that_has_joined_is_lef
             assert distributed is SINGLE
     environment(WORLD_SIZE="3", RANK="1", LOCAL_RANK="1")
     joined = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 1, get_world_size=lambda: 3)
+    joined.get_backend_config = lambda: "cpu:gloo,cuda:nccl"
     monkeypatch.setattr(distributed_module, "dist", joined)
     with init_distributed() as distributed:
         assert distributed == Distributed(1, 3, 1)
+    with stay_alone(), init_distributed() as distributed:
+        assert distributed is SINGLE
+    joined.get_backend_config = lambda: "cuda:nccl"
+    with pytest.raises(UserError, match="cpu:gloo"), init_distributed():
+        pytest.fail("words cannot be shared")
+
+
+def test_under_torchrun_a_device_is_no_certain_gpu_and_not_apples(environment, monkeypatch):
+    environment(WORLD_SIZE="2", RANK="0")
+    for name in ("cuda:0", "mps"):
+        with pytest.raises(UserError, match="torchrun"):
+            choose_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(distributed_module, "end_with_parent", lambda: None)
+    monkeypatch.setattr(distributed_module, "WORD_TIMEOUT", 0)
+    # Both refuse, one of them aloud: else the first would wait for the other until it is killed.
+    for rank, more, told in (
+        ("1", {}, False),
+        ("0", {"LOCAL_WORLD_SIZE": "2"}, False),
+        ("1", {"LOCAL_WORLD_SIZE": "2"}, True),
+    ):
+        environment(WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank, **more)
+        with pytest.raises(UserError, match="nproc-per-node=1") as refusal, init_distributed():
+            pytest.fail("two processes on one GPU")
+        assert refusal.value.told is told
 
 
 def test_processes_that_do_not_find_each_other_are_told_what_to_do(environment, monkeypatch):

@@ -134,10 +134,10 @@ def test_a_command_that_is_told_to_end_says_so_in_one_line(number, words, capsys
     # A shell has background jobs ignore the keyboard; the tests may be one.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with pytest.raises(SystemExit) as end, run_command(refine_parser(), [], "continue with --resume"):
+    with pytest.raises(SystemExit) as end, run_command(refine_parser(), ["--resume"], "continue with"):
         tell(number)
     assert end.value.code == 128 + number
-    assert capsys.readouterr().err.splitlines() == [f"cdc-refine: {words}; continue with --resume"]
+    assert capsys.readouterr().err.splitlines() == [f"cdc-refine: {words}; continue with: cdc-refine --resume"]
 
 
 CHILD = """

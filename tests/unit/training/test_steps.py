@@ -50,7 +50,7 @@ def test_where_nothing_is_trusted_the_calibration_loss_alone_moves_what_it_may(c
 
 @pytest.mark.parametrize("selection", ["flexmatch", "freematch", "freematch+ppf", "confident+gsf"])
 def test_a_resumed_run_remembers_what_its_selection_had_learnt(selection):
-    whole, first, second = (refiner(selection=selection, epochs=4) for _ in range(3))
+    whole, first, second = (refiner(selection=selection, epochs=4, schedule="constant") for _ in range(3))
     fit(whole)
     first.settings.epochs = 2
     fit(first)

@@ -1,7 +1,6 @@
 import contextlib
 import errno
 import json
-import struct
 import sys
 import types
 
@@ -11,6 +10,7 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import trackers as module
 from cdc_plugin.training.trackers import NOTES, flat_figures, make_trackers, open_trackers, trackers
+from tests.helpers.event_files import events, scalars
 
 CONFIG = RefineConfig(backbone="b.pt", data="photos", clusters=3)
 EPOCHS = [{"epoch": float(n), "clustering_loss": 1 / n, "selected": 0.5} for n in (1, 2, 3, 4)]
@@ -106,8 +106,9 @@ def test_a_tracker_that_fails_is_left_behind_with_one_warning(add, tmp_path, cap
     assert told == len(broken.epochs) == (0 if method in ("start", "epoch") else 4)
 
 
-def test_notes_that_cannot_be_read_or_written_do_not_end_the_run(add, tmp_path, monkeypatch):
-    (tmp_path / NOTES).write_text("[half a")
+@pytest.mark.parametrize("notes", ["[half a", "[" * 20_000, '{"one": {"epoch": "last"}}'])
+def test_notes_that_cannot_be_read_or_written_do_not_end_the_run(add, tmp_path, monkeypatch, notes):
+    (tmp_path / NOTES).write_text(notes)
     tracker = add("one", Recorder())
 
     def full(path, text):
@@ -131,7 +132,7 @@ def test_a_missing_package_is_refused_with_what_to_type(monkeypatch, name, packa
     for loaded in [key for key in sys.modules if key.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, module)
-    with pytest.raises(UserError, match=rf"needs the package {package}.*; type: pip install 'cdc-plugin\[log\]'") as no:
+    with pytest.raises(UserError, match=rf"needs the package {package}.*; type: pip install .cdc-plugin\[log\].") as no:
         make_trackers([name])
     assert "\n" not in str(no.value)
 
@@ -139,32 +140,6 @@ def test_a_missing_package_is_refused_with_what_to_type(monkeypatch, name, packa
 def test_figures_are_the_finite_numbers_of_a_report():
     report = {"a": {"b": {"c": 1, "d": None}, "e": [1, 2]}, "f": 0.5, "g": True, "h": "word", "i": float("nan")}
     assert flat_figures(report) == {"a/b/c": 1, "f": 0.5}
-
-
-def events(folder):
-    """(file number, event) of all event files, read record by record as the format has it, oldest file first."""
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.record_writer import masked_crc32c
-
-    files = sorted(folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
-    for number, file in enumerate(files):
-        content = file.read_bytes()
-        while content:
-            length, checksum = struct.unpack("<QI", content[:12])
-            record, rest = content[12 : 12 + length], content[12 + length :]
-            assert (checksum, *struct.unpack("<I", rest[:4])) == (masked_crc32c(content[:8]), masked_crc32c(record))
-            content = rest[4:]
-            yield number, event_pb2.Event.FromString(record)
-
-
-def scalars(folder):
-    """[(tag, step, value)] in the order of writing."""
-    return [
-        (value.tag, event.step, round(value.simple_value, 4))
-        for _, event in events(folder)
-        for value in event.summary.value
-        if value.HasField("simple_value")
-    ]
 
 
 def test_tensorboard_files_hold_every_epoch_once_also_after_a_resume(tmp_path):

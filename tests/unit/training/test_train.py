@@ -34,7 +34,7 @@ def refiner() -> Refiner:
 
 def run_in(folder: Path, distributed: Distributed = SINGLE) -> Run:
     nothing: Any = None
-    return Run(CONFIG, folder, Runtime(CPU, distributed=distributed), nothing, nothing, {})
+    return Run(CONFIG, folder, Runtime(CPU, distributed=distributed), nothing, nothing, {}, nothing, nothing, nothing)
 
 
 def test_a_run_goes_on_from_its_last_good_epoch_at_a_tenth_of_the_rates_once_then_ends_with_rates_to_type(

@@ -17,8 +17,11 @@ def test_the_values_of_the_paper(method):
     assert config.optimizer == ("lars" if method == "byol" else "sgd")
     resolved = resolve(config, 60_000, 32)
     assert (resolved.ema, resolved.queue) == EMA_AND_QUEUE[method]
-    assert (resolved.flip, resolved.blur) == (True, 0)  # not on CIFAR
-    assert resolve(config, 13_000, 96).blur == 0.5
+    assert (resolved.flip, resolved.blur) == (True, [0, 0])  # not on CIFAR
+    # The released code: BYOL's two views differ, MoCo-v2's loss has both sides.
+    assert resolve(config, 13_000, 96).blur == ([1, 0.1] if method == "byol" else [0.5, 0.5])
+    assert (config.solarize, config.jitter[2]) == ((0.2, 0.2) if method == "byol" else (0, 0.4))
+    assert config.symmetric
 
 
 def test_there_is_a_recipe_of_each_size_for_each_method_and_one_for_the_demo():

@@ -8,6 +8,7 @@ from cdc_plugin.core.random_streams import fork_rng, generator
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
+from cdc_plugin.training.pretext.lars import LARS
 from cdc_plugin.training.pretext.loop import Pretrainer, spread
 from cdc_plugin.training.pretext.methods import METHODS
 from cdc_plugin.training.progress import PretextProgress
@@ -72,8 +73,9 @@ def test_a_run_that_is_taken_up_again_ends_with_the_same_weights_to_the_bit(meth
     for name, tensor in whole.task.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             assert torch.equal(tensor, resumed.task.state_dict()[name]), name
-        else:  # the queue of MoCo-v2
-            assert all(torch.equal(value, resumed.task.state_dict()[name][key]) for key, value in tensor.items())
+        else:  # the queues of MoCo-v2
+            for ours, theirs in zip(tensor, resumed.task.state_dict()[name], strict=True):
+                assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
     assert [line["epoch"] for line in history] == [1, 2, 3, 4]
     assert all(math.isfinite(value) for line in history for value in line.values())
 
@@ -92,11 +94,37 @@ def test_lars_neither_decays_nor_scales_biases_and_normalisation():
     trainer = trainer_of(config_of("byol"))
     decayed, others = trainer.optimizer.param_groups
     assert type(trainer.optimizer).__name__ == "LARS"
-    assert (decayed["weight_decay"], others["weight_decay"]) == (1e-4, 0)
+    assert (decayed["decay"], "decay" in others) == (1e-4, False)
+    assert decayed["weight_decay"] == others["weight_decay"] == 0  # the decay is part of what is scaled
     assert all(parameter.ndim > 1 for parameter in decayed["params"])
     assert all(parameter.ndim == 1 for parameter in others["params"])
     trained = [p for p in trainer.task.parameters() if p.requires_grad]
     assert len(decayed["params"]) + len(others["params"]) == len(trained)
+
+
+def test_lars_takes_the_steps_of_the_published_formula(randomness):
+    """The loop that solo-learn's settings of BYOL stand for: constant 0.02, limited to the step of SGD."""
+    start = torch.randn(3, 4, generator=randomness)
+    weight, bias = nn.Parameter(start.clone()), nn.Parameter(torch.ones(3))
+    groups = [{"params": [weight], "decay": 0.01}, {"params": [bias]}]
+    optimizer = LARS(groups, lr=0.5, momentum=0.9)
+    expected, velocity, limited = start.clone(), torch.zeros(3, 4), []
+    for size in (1.0, 1e-3, 5.0):  # the small gradient meets the limit
+        gradient = size * torch.randn(3, 4, generator=randomness)
+        weight.grad, bias.grad = gradient.clone(), torch.full((3,), size)
+        optimizer.step()
+        rate = 0.02 * expected.norm() / (gradient.norm() + 0.01 * expected.norm()) / 0.5
+        limited.append(bool(rate > 1))
+        velocity = 0.9 * velocity + min(rate, 1) * (gradient + 0.01 * expected)
+        expected = expected - 0.5 * velocity
+        assert torch.allclose(weight, expected, atol=1e-6)
+    assert limited == [False, True, False]
+    assert torch.allclose(bias, 1 - 0.5 * torch.tensor(1.0 + (0.9 + 1e-3) + (0.81 + 0.9e-3 + 5)))
+    optimizer.zero_grad()
+    weight.data.zero_()
+    weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert weight.isfinite().all()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
@@ -109,8 +137,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
 def test_an_epoch_with_a_collapsed_embedding_is_logged_as_a_warning(value, epoch, warned, caplog):
     bar = PretextProgress(0, 4, 4, "simsiam", warmup_epochs=1)
     with caplog.at_level("INFO", logger="cdc_plugin"):
-        record = bar.after_epoch({"epoch": epoch, "loss": -0.9, "spread": value, "lr": 0.1})
+        record = bar.record_epoch({"epoch": epoch, "loss": -0.9, "spread": value, "lr": 0.1})
+        assert not caplog.records  # the state is saved first
+        bar.after_epoch(record, saved=False)
     bar.close()
     assert (caplog.records[-1].levelname == "WARNING") == warned
     assert ("collapsed" in caplog.text) == warned
     assert record["seconds"] >= 0
+    assert "not saved yet" in caplog.text

@@ -1,6 +1,7 @@
 import copy
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from cdc_plugin.training.pretext.config import ResolvedPretrainConfig
 from cdc_plugin.training.pretext.methods import BYOL, METHODS, RESNETS, fresh_backbone, require_lightly, spec_of
 
 SIZES = {"hidden": 12, "projection": 6, "predictor": 8}
-CONFIG = ResolvedPretrainConfig(**SIZES, queue=16, temperature=0.2)
+CONFIG = ResolvedPretrainConfig(**SIZES, queue=16, temperature=0.2, symmetric=False)
+BOTH_SIDES = replace(CONFIG, symmetric=True)
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +25,9 @@ def _own_randomness():
         yield
 
 
-def task_of(method: str):
+def task_of(method: str, config: ResolvedPretrainConfig = CONFIG):
     network = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
-    return METHODS[method](Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8), CONFIG)
+    return METHODS[method](Backbone(network, 10, [0.5] * 3, [0.5] * 3, 8), config)
 
 
 def views(count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +38,8 @@ def test_the_loss_of_moco_is_the_cross_entropy_against_the_queue():
     task = task_of("mocov2")
     task.eval()  # BatchNorm by its memory: groups of keys then make no difference
     first, second = views()
-    queue = task.criterion.memory_bank.bank.clone()
+    (criterion,) = task.criteria
+    queue = criterion.memory_bank.bank.clone()
     loss, embedding = task(first, second)
     query = F.normalize(task.online(first), dim=1)
     key = F.normalize(task.momentum(second), dim=1)
@@ -47,8 +50,27 @@ def test_the_loss_of_moco_is_the_cross_entropy_against_the_queue():
     assert loss.item() == pytest.approx(expected / 8, rel=1e-4)
     assert torch.allclose(F.normalize(embedding, dim=1), query, atol=1e-6)
     # The keys have taken the oldest places.
-    assert torch.allclose(task.criterion.memory_bank.bank[:8], key, atol=1e-6)
-    assert torch.equal(task.criterion.memory_bank.bank[8:], queue[8:])
+    assert torch.allclose(criterion.memory_bank.bank[:8], key, atol=1e-6)
+    assert torch.equal(criterion.memory_bank.bank[8:], queue[8:])
+
+
+def test_symmetric_moco_is_the_mean_of_both_sides_each_against_its_own_queue():
+    task = task_of("mocov2", BOTH_SIDES).eval()
+    first, second = views()
+    with torch.no_grad():
+        queries = [F.normalize(task.online(view), dim=1) for view in (first, second)]
+        keys = [F.normalize(task.momentum(view), dim=1) for view in (second, first)]
+    queues = [criterion.memory_bank.bank.clone() for criterion in task.criteria]
+    assert not torch.equal(*queues)
+    expected = 0.0
+    for query, key, queue in zip(queries, keys, queues, strict=True):
+        scores = torch.cat([(query * key).sum(dim=1, keepdim=True), query @ queue.T], dim=1) / 0.2
+        expected += F.cross_entropy(scores, torch.zeros(8, dtype=torch.long)).item() / 2
+    loss, embedding = task(first, second)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert torch.allclose(F.normalize(embedding, dim=1), queries[0], atol=1e-6)
+    for criterion, key in zip(task.criteria, keys, strict=True):
+        assert torch.allclose(criterion.memory_bank.bank[:8], key, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["simsiam", "byol"])
@@ -112,25 +134,28 @@ def test_the_momentum_network_keeps_a_share_of_its_past(method):
     assert all(torch.equal(p, torch.ones_like(p)) for p in task.online.parameters())
 
 
-def test_the_queue_is_filled_with_keys_of_images_before_the_first_step_and_part_of_the_state():
-    task, other = task_of("mocov2"), task_of("mocov2")
-    before = task.criterion.memory_bank.bank.clone()
+@pytest.mark.parametrize("config", [CONFIG, BOTH_SIDES], ids=["one side", "both sides"])
+def test_queues_are_filled_with_keys_of_images_before_the_first_step_and_part_of_the_state(config):
+    task, other = task_of("mocov2", config), task_of("mocov2", config)
+    banks, others = ([criterion.memory_bank for criterion in made.criteria] for made in (task, other))
+    before = [bank.bank.clone() for bank in banks]
     unread = iter([views(), views(), views()])
     task.prepare(unread)
-    bank = task.criterion.memory_bank.bank
-    assert (bank != before).any(dim=1).all()
-    assert torch.allclose(bank.norm(dim=1), torch.ones(16), atol=1e-5)
+    for bank, earlier in zip(banks, before, strict=True):
+        assert (bank.bank != earlier).any(dim=1).all()
+        assert torch.allclose(bank.bank.norm(dim=1), torch.ones(16), atol=1e-5)
     assert len(list(unread)) == 1  # two batches of 8 fill a queue of 16
     task(*views())
     other.load_state_dict(copy.deepcopy(task.state_dict()))
-    assert torch.equal(other.criterion.memory_bank.bank, bank)
-    assert int(other.criterion.memory_bank.bank_ptr) == int(task.criterion.memory_bank.bank_ptr) == 8
+    for restored, bank in zip(others, banks, strict=True):
+        assert torch.equal(restored.bank, bank.bank)
+        assert int(restored.bank_ptr) == int(bank.bank_ptr) == 8
 
 
 def test_without_lightly_the_user_is_told_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lightly", None)
     monkeypatch.setitem(sys.modules, "lightly.loss", None)
-    with pytest.raises(UserError, match=r"pip install 'cdc-plugin\[pretrain\]'"):
+    with pytest.raises(UserError, match=r"pip install .cdc-plugin\[pretrain\]."):
         require_lightly()
 
 

@@ -1,5 +1,5 @@
 import json
-import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +15,11 @@ from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import run_folder
 from cdc_plugin.training.pretext import run as pretraining
-from cdc_plugin.training.pretext.config import load_pretrain_config
+from cdc_plugin.training.pretext.config import load_pretrain_config, resolve
 from cdc_plugin.training.pretext.run import Pretrained, pretrain, statistics
 
 FILES = {"config.yaml", "last.pt", "metrics.jsonl", "train.log", "model.safetensors", "model.json"}
 QUICK = ["batch_size=32", "hidden=16", "projection=8", "input_size=16", "device=cpu"]
-
-
-@pytest.fixture(autouse=True)
-def _no_handler_is_left():
-    log = logging.getLogger("cdc_plugin")
-    before, level = list(log.handlers), log.level
-    yield
-    log.handlers[:] = before
-    log.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +37,6 @@ def finished(archive, tmp_path_factory) -> Pretrained:
 
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
-
-
-def refuse(capsys, *words: str) -> str:
-    with pytest.raises(SystemExit) as end:
-        pretrain_command(words)
-    printed = capsys.readouterr()
-    assert (end.value.code, printed.out) == (2, "")
-    assert len(printed.err.splitlines()) == 1, printed.err
-    return printed.err
 
 
 def test_a_run_writes_exactly_its_files_and_a_backbone_that_states_its_input_and_its_origin(finished, archive):
@@ -109,6 +91,14 @@ def test_a_recipe_asked_for_is_not_mixed_with_that_for_the_size_of_the_data(arch
     assert "laptop" not in (tmp_path / "out" / "train.log").read_text()
 
 
+def test_only_the_second_views_are_solarised_and_each_has_its_own_share_of_blur():
+    words = ["solarize=0.3", "blur=[0.7,0.1]"]
+    config = resolve(load_pretrain_config("paper-byol", {"mean": [0.5] * 3, "std": [0.5] * 3}, words), 3000, 96)
+    first, second = pretraining.view_settings(config)
+    assert ((first.blur, first.solarize), (second.blur, second.solarize)) == ((0.7, 0.0), (0.1, 0.3))
+    assert replace(first, blur=0.1, solarize=0.3) == second
+
+
 def test_labels_make_no_difference(finished, digits, tmp_path):
     np.savez(tmp_path / "some digits.npz", x=digits[0][:64])
     flags = {"data": str(tmp_path / "some digits.npz"), "out": str(tmp_path / "out"), "epochs": 2, "seed": 3}
@@ -151,14 +141,16 @@ def test_photos_are_made_no_larger_than_the_recipe_says(tmp_path, randomness):
     assert started.flip is True
 
 
-def test_mistakes_end_with_one_line_and_recipes_are_listed(capsys, tmp_path, monkeypatch, archive):
+def test_mistakes_end_with_one_line_and_recipes_are_listed(capsys, tmp_path, monkeypatch, archive, refuse):
     monkeypatch.chdir(tmp_path)
     pretrain_command(["--list-recipes"])
     assert capsys.readouterr().out.splitlines()[1].startswith("laptop-byol")
-    assert "missing --data" in refuse(capsys, "--epochs", "2", "--quiet")
-    assert "did you mean byol" in refuse(capsys, "--data", "digits", "--method", "byo", "--quiet")
-    assert "nothing at nowhere" in refuse(capsys, "--data", "nowhere", "--quiet")
-    assert "unknown --arch" in refuse(capsys, "--data", str(archive), "--arch", "resnet19", "--quiet", "--out", "out")
+    assert "missing --data" in refuse("pretrain", "--epochs", "2", "--quiet")
+    assert "did you mean byol" in refuse("pretrain", "--data", "digits", "--method", "byo", "--quiet")
+    assert "nothing at nowhere" in refuse("pretrain", "--data", "nowhere", "--quiet")
+    assert "unknown --arch" in refuse(
+        "pretrain", "--data", str(archive), "--arch", "resnet19", "--quiet", "--out", "out"
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train.log"]
 
