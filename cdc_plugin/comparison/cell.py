@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.comparison.datasets import OpenedDataset
 from cdc_plugin.comparison.methods import Method, replace_shares
-from cdc_plugin.comparison.train import TRAININGS, Outcome, TrainingSetup
-from cdc_plugin.data.atomic import write_text
+from cdc_plugin.comparison.train import PLAIN_ONLY, TRAININGS, Outcome, TrainingSetup
+from cdc_plugin.data.atomic import read_json_object, write_text
 from cdc_plugin.data.images import open_images
+from cdc_plugin.data.sources.features import describe_features
 from cdc_plugin.errors import OutputError
 from cdc_plugin.evaluation.records import SCHEMA_VERSION, measure_head
 from cdc_plugin.metrics import summary_hard, summary_outliers
@@ -61,10 +63,10 @@ def slugify(name: str) -> str:
 
 def read_record(cell: Cell) -> dict[str, Any] | None:
     """Return the record of a finished cell, else None."""
-    try:
-        record = json.loads(cell.path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not cell.path.exists():
         return None
+    try:
+        record = read_json_object(cell.path)
     except (OSError, ValueError) as error:
         raise OutputError(f"{cell.path} cannot be read ({error}); remove it, and the cell runs again") from error
     return record if record.get("schema_version") == SCHEMA_VERSION else None
@@ -75,8 +77,13 @@ def run_cell(cell: Cell, opened: OpenedDataset, earlier: Cell | None, keep_model
     began = time.monotonic()
     history: list[dict[str, float]] = []
     setup = _build_setup(cell, opened, earlier, history)
+    on_gpu = setup.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()  # of the cell before
+        torch.cuda.reset_peak_memory_stats(setup.device)
     outcome = TRAININGS[cell.method.training](setup)
     seconds = time.monotonic() - began
+    memory = torch.cuda.max_memory_reserved(setup.device) / 2**20 if on_gpu else None
     if earlier is not None and (earlier_record := read_record(earlier)):
         seconds += earlier_record["seconds"]
     cell.folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +106,8 @@ def run_cell(cell: Cell, opened: OpenedDataset, earlier: Cell | None, keep_model
         "rows": _measure(cell.method.rows, outcome, setup, opened.request.outside),
         "selected": next((epoch["selected"] for epoch in reversed(history) if "selected" in epoch), None),
         "seconds": round(seconds, 2),
+        "parameters": _count_parameters(setup.backbone, outcome) if outcome.heads else None,
+        "gpu_memory": memory,
         "history": history,
         "settings": asdict(setup.config),
     }
@@ -113,7 +122,7 @@ def _build_setup(
     prepared = opened.prepared
     device = prepared.runtime.device
     start, augment = opened.load_start(cell.seed)
-    settings = replace_shares(cell.method.settings, prepared.settings.batch_size)
+    settings = replace_shares(cell.method.settings, prepared.settings.batch_size, prepared.settings.mini_clusters)
     backbone, heads = copy.deepcopy(prepared.backbone), prepared.loaded.heads
     if earlier is None:
         features = prepared.features.map(lambda block: block)
@@ -124,14 +133,18 @@ def _build_setup(
         features = extract_features(backbone, prepared.images, prepared.runtime)
     head_clusters = tuple(int(head.clusters) for head in heads)  # type: ignore[arg-type]
     config = replace(opened.resolve_settings(settings, cell.seed, head_clusters), augment=augment)
-    frozen = config.freeze_backbone and bool(config.epochs)
+    frozen = config.freeze_backbone and bool(config.epochs) and cell.method.training not in PLAIN_ONLY
     shared = start.clustering  # built for every method with this seed
     fits = (shared.layers[0][2], shared.clusters) == (config.hidden, config.clusters)  # type: ignore[index]
     begin = start if earlier is None and config.init == "prototypes" and fits else None
     own_heads = tuple(copy.deepcopy(head).to(device) for head in heads)
-    views = opened.load_views(cell.seed, augment) if frozen else None
+    views = opened.load_views(augment) if frozen else None
     images, note = prepared.images, history.append
     return TrainingSetup(config, backbone, own_heads, images, features, device, begin, views, note)
+
+
+def _count_parameters(backbone: nn.Module, outcome: Outcome) -> int:
+    return sum(weight.numel() for weight in nn.ModuleList([backbone, *outcome.heads]).parameters())
 
 
 def _measure(
@@ -139,9 +152,9 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Return the figures of every row, and how well each detects outside images (max softmax, as in the paper)."""
     chosen = slice(None) if outcome.reported is None else outcome.reported.numpy()
-    clusters = setup.config.clusters
     truth = None if setup.images.labels is None else setup.images.labels[chosen]
     if outcome.assignment is not None:
+        clusters = max(setup.config.clusters, int(outcome.assignment.max()) + 1)  # some find the number themselves
         figures: dict[str, Any] = {"cluster_sizes": torch.bincount(outcome.assignment, minlength=clusters).tolist()}
         if truth is not None:
             figures |= summary_hard(outcome.assignment.numpy(), truth, clusters)
@@ -157,10 +170,11 @@ def _measure(
         {"label": name, "figures": measure_head(p[chosen], truth), "outside": []}
         for name, p in zip(names, probs, strict=True)
     ]
-    for source in outside:
+    for name in outside:
+        source = describe_features(name, labels=False) if setup.backbone.takes_features else name
         images = open_images(source, setup.backbone.input_size, labels=False, root=setup.config.data_root)
         outside_features = extract_features(setup.backbone, images, runtime)
         for row, head, p in zip(rows, heads, probs, strict=True):
             scores = summary_outliers(p.max(axis=1), head_probabilities(head, outside_features).max(axis=1))
-            row["outside"].append({"data": Path(str(source)).name, "images": len(images), "scores": scores})
+            row["outside"].append({"data": Path(str(name)).name, "images": len(images), "scores": scores})
     return rows

@@ -1,6 +1,5 @@
 """Open a set of images once for all cells: features, initial heads and views, for every process and restart."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
@@ -10,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdc_plugin.checkpoints.safe_pickle.containers import read_archive
 from cdc_plugin.config.resolve import ResolvedConfig, resolve
 from cdc_plugin.config.schema import AugmentConfig, RefineConfig
 from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.errors import OutputError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.models.initialise import InitialHeads
 from cdc_plugin.training.batches import view_features
-from cdc_plugin.training.features import Features, extract_features
+from cdc_plugin.training.features import Features, extract_features, hash_inputs
 from cdc_plugin.training.prepare import Prepared, check_request, collect_facts, initialise, prepare
 from cdc_plugin.training.progress import show_progress
 from cdc_plugin.training.request import configure
@@ -63,30 +64,34 @@ class OpenedDataset:
 
         def compute() -> dict[str, Any]:
             heads, settings = initialise(prepared)
+            states = heads.clustering.state_dict(), heads.calibration.state_dict()
             return {
                 "spec": heads.clustering.spec,
-                "clustering": heads.clustering.state_dict(),
-                "calibration": heads.calibration.state_dict(),
+                "heads": [{name: value.cpu() for name, value in state.items()} for state in states],
                 "partition": heads.partition.cpu(),
                 "augment": asdict(settings.augment),
             }
 
-        stored = _load_or_compute(path, compute)
-        heads = [build_head(stored["spec"], self.prepared.backbone.feature_dim, str(path)) for _ in range(2)]
-        for head, state in zip(heads, (stored["clustering"], stored["calibration"]), strict=True):
-            head.load_state_dict(state)
-            head.to(device).eval()
+        stored = _load_or_compute(path, compute, "spec", "heads", "partition", "augment")
+        heads = [build_head(stored["spec"], self.prepared.backbone.feature_dim, str(path)).eval() for _ in range(2)]
+        for head, state in zip(heads, stored["heads"], strict=True):
+            head.to(device).load_state_dict(state)
         return InitialHeads(heads[0], heads[1], stored["partition"].to(device)), AugmentConfig(**stored["augment"])
 
-    def load_views(self, seed: int, augment: AugmentConfig) -> Tensor:
-        """Return features of the views of a frozen backbone: the same for every method with this seed."""
+    def load_views(self, augment: AugmentConfig) -> Tensor:
+        """Return features of the views of a frozen backbone, the same for all methods and for seeds that augment alike.
+
+        A further seed then costs no more than its heads.
+        """
         prepared = self.prepared
-        settings = replace(prepared.settings, seed=seed, augment=augment)
+        settings = replace(prepared.settings, augment=augment)
 
         def compute() -> dict[str, Tensor]:
+            if not settings.frozen_views:
+                return {"rows": prepared.features.map(lambda block: block).unsqueeze(1)}
             return {"rows": torch.cat([*view_features(settings, prepared.backbone, prepared.images, prepared.runtime)])}
 
-        return _load_or_compute(self.folder / f"views-seed{seed}.pt", compute)["rows"]
+        return _load_or_compute(self.folder / f"views-{compute_digest([repr(augment)])}.pt", compute, "rows")["rows"]
 
     def resolve_settings(self, settings: list[str], seed: int, head_clusters: tuple[int, ...]) -> ResolvedConfig:
         """Return the resolved config of a method."""
@@ -96,7 +101,8 @@ class OpenedDataset:
         facts = replace(facts, head_clusters=head_clusters)
         resolved = resolve(request, facts)
         if request.epochs is None:
-            fewer = max(ceil(SHARE_OF_EPOCHS * resolved.epochs), min(LEAST_EPOCHS, resolved.epochs))
+            usual = resolved.epochs // resolved.rounds
+            fewer = max(ceil(SHARE_OF_EPOCHS * usual), min(LEAST_EPOCHS, usual))
             resolved = resolve(replace(request, epochs=fewer), facts)
         return resolved
 
@@ -108,29 +114,21 @@ def open_dataset(request: DatasetRequest, folder: Path) -> OpenedDataset:
     folder.mkdir(parents=True, exist_ok=True)
 
     def extract(backbone: Backbone, images: ImageSet, runtime: Runtime) -> Features:
-        path = folder / f"features-{hash_inputs(backbone, images)[:16]}.pt"
-        stored = _load_or_compute(path, lambda: {"all": extract_features(backbone, images, runtime)})
+        path = folder / f"features-{hash_inputs(backbone, images, runtime)}.pt"
+        stored = _load_or_compute(path, lambda: {"all": extract_features(backbone, images, runtime)}, "all")
         return Features(stored["all"], len(images))
 
     runtime = Runtime(choose_device(config.device), config.precision, progress=show_progress)
     return OpenedDataset(request, prepare(config, request.module, request.images, runtime, extract), folder)
 
 
-def hash_inputs(backbone: Backbone, images: ImageSet) -> str:
-    """Return a digest of all that features depend on: weights, input convention and images."""
-    digest = hashlib.sha256(f"{images.digest} {backbone.input_size}".encode())
-    for name, tensor in [*backbone.state_dict().items(), ("mean", backbone.mean), ("std", backbone.std)]:
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _load_or_compute(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of ``path``; if the file does not exist, compute and write it first."""
+def _load_or_compute(path: Path, compute: Callable[[], dict[str, Any]], *names: str) -> dict[str, Any]:
+    """Return what ``path`` holds under these names; if the file does not exist, compute and write it first."""
     if not path.is_file():
         content = compute()
         write_atomically(path, lambda temporary: torch.save(content, temporary))
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = read_archive(path)  # torch's own reader can be made to run on
+        return {name: content[name] for name in names}
     except Exception as error:
         raise OutputError(f"{path} cannot be read; remove it, and it is computed again") from error

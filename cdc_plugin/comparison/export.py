@@ -1,13 +1,12 @@
 """Write the table of methods as CSV, Markdown, LaTeX (booktabs) and text for the terminal."""
 
-import csv
-import io
 import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cdc_plugin.comparison.table import Record, Row, collect_figures, name_outside_data
+from cdc_plugin.data.atomic import join_csv
 from cdc_plugin.metrics import over_seeds
 from cdc_plugin.report.words import TITLES, shorten, writable
 
@@ -201,10 +200,7 @@ def _join_latex(cells: Iterable[str]) -> str:
 
 
 def _join_csv(lines: Iterable[Sequence[Any]]) -> str:
-    buffer = io.StringIO()
-    rounded = ([round(cell, 6) if isinstance(cell, float) else cell for cell in line] for line in lines)
-    csv.writer(buffer, lineterminator="\n").writerows(rounded)
-    return writable(buffer.getvalue())
+    return join_csv([round(cell, 6) if isinstance(cell, float) else cell for cell in line] for line in lines)
 
 
 def _flatten(words: str) -> str:

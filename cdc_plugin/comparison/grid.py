@@ -16,8 +16,13 @@ import torch
 from cdc_plugin.comparison.cell import Cell, build_cell, read_record, run_cell, slugify
 from cdc_plugin.comparison.datasets import DatasetRequest, OpenedDataset, open_dataset
 from cdc_plugin.comparison.methods import Method, find_method
+from cdc_plugin.comparison.train import PLAIN_ONLY
 from cdc_plugin.data.images import open_images
-from cdc_plugin.errors import OutputError, UserError, option
+from cdc_plugin.data.sources import describe_source
+from cdc_plugin.data.sources.base import ImageSource
+from cdc_plugin.data.sources.features import FeatureSource, describe_features
+from cdc_plugin.data.views import storage_size
+from cdc_plugin.errors import ConfigError, OutputError, UserError, option
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.signals import end_with_parent
 
@@ -84,7 +89,7 @@ def run_grid(grid: Grid, after_cell: Callable[[Cell, dict[str, Any] | None, str 
             failed.add(cell.path)
         after_cell(cell, read_record(cell), reason)
     if not failed:  # remove what was kept for later cells only
-        for path in (grid.folder / SHARED).glob("*/views-seed*.pt"):
+        for path in (grid.folder / SHARED).glob("*/views-*.pt"):
             path.unlink(missing_ok=True)
         for cell in [] if grid.keep_models else grid.cells():
             shutil.rmtree(cell.model, ignore_errors=True)
@@ -104,11 +109,18 @@ def _prepare_shared(grid: Grid, request: DatasetRequest, waiting: list[Cell]) ->
     opened = _open_cached(grid.folder, request)
     settings, side = opened.prepared.settings, opened.prepared.backbone.input_size
     for source in request.outside:  # a mistyped name fails now, not after hours
-        open_images(source, side, labels=False, root=settings.data_root, limit=1)
-    for seed in sorted({cell.seed for cell in waiting if cell.set == request.name}):
+        if opened.prepared.backbone.takes_features:
+            described: ImageSource | FeatureSource = describe_features(source, labels=False)
+        else:
+            described = describe_source(source, storage_size(side), settings.data_root, labels=False)
+        open_images(described, side, labels=False, limit=1)
+        if described.digest == opened.prepared.images.digest:
+            raise ConfigError(f"{option('ood', source)}: these are the images of {request.name} itself; name others")
+    ours = [cell for cell in waiting if cell.set == request.name]
+    for seed in sorted({cell.seed for cell in ours}):
         _, augment = opened.load_start(seed)
-        if settings.freeze_backbone:
-            opened.load_views(seed, augment)
+        if settings.freeze_backbone and any(cell.method.training not in PLAIN_ONLY for cell in ours):
+            opened.load_views(augment)
     return opened
 
 

@@ -59,6 +59,12 @@ METHODS = {
         _opponent("scan2", "SCAN-2", "nearest neighbours belong to one cluster"),
         _opponent("scan3", "SCAN-3", "SCAN-2, then self-labelling of predictions above 0.99", after="scan2"),
         _opponent("spice", "SPICE-2", "pseudo-labels around prototypes, double softmax, frozen backbone"),
+        _opponent("temi", "TEMI", "information of neighbours, instance weights, 16 heads, frozen backbone"),
+        _opponent("turtle", "TURTLE", "labels that linear classifiers learn best, frozen backbone"),
+        _opponent("dcboost", "DCBoost", "features shaped by images that agree with all neighbours; no confidence"),
+        _opponent("gmm", "Gaussian mixture", "diagonal covariances, on the features of the backbone"),
+        _opponent("spectral", "spectral clustering", "of the graph of nearest neighbours; states no confidence"),
+        _opponent("hdbscan", "HDBSCAN", "finds the number of clusters itself, noise is one more; no confidence"),
         _opponent("old", "old model", "the clustering head in the checkpoint, unchanged"),
         Method("cdc", "CDC, both heads", OURS, "cdc", ("CDC-Clu", "CDC-Cal")),
         _cdc(PARTS, "start-random", "after random init.", "epochs=0 init=random", "random heads, untrained"),
@@ -78,6 +84,14 @@ METHODS = {
         _cdc(CALIBRATION, "focal", "focal loss", "calibration=focal", "in place of regions"),
         _cdc(CALIBRATION, "l1", "L1 norm", "calibration=l1", "of the logits, in place of regions"),
         _cdc(CALIBRATION, "no-calibration", "no calibration", "calibration=none", "second head without a penalty"),
+        Method(
+            "pseudocal",
+            "of the single head after training, on mixtures of images",
+            CALIBRATION,
+            "pseudocal",
+            ("PseudoCal",),
+            after="single-head",
+        ),
         _reference("temperature", "temperature scaling", "of the single head, on labelled images", "single-head"),
         _reference("linear", "linear classifier", "on the frozen features, trained on labels"),
         _reference("supervised", "supervised", "backbone and classifier, trained on labels"),
@@ -94,6 +108,8 @@ ALIASES = {
     "k-means": "kmeans",
     "scan": "scan2",
 }
+# Opponents without a head that CDC could continue.
+HEADLESS = {"kmeans", "dcboost", "gmm", "spectral", "hdbscan", "old"}
 # Settings in which methods must not differ.
 COMMON = {"backbone", "format", "arch", "data", "clusters", "labels", "out", "track", "seed", "device", "augment"}
 COMMON |= {"input_size", "mean", "std", "frozen_views"}
@@ -128,25 +144,31 @@ def find_method(name: str) -> Method:
 
 def check_settings(words: list[str]) -> None:
     """Refuse settings that no cell could use, before the grid starts."""
-    config: RefineConfig = load_config(overrides=replace_shares(words, batch=1000))
+    config: RefineConfig = load_config(overrides=replace_shares(words, batch=1000, mini_clusters=100))
     check_selection(config.selection)
     check_calibration(config.calibration, config.calibration_strength)
 
 
-def replace_shares(words: Sequence[str], batch: int) -> list[str]:
-    """Return settings with numbers instead of shares: B of the default ``batch``, K of the resulting B.
+def replace_shares(words: Sequence[str], batch: int, mini_clusters: int) -> list[str]:
+    """Return settings with numbers instead of shares: B of the default ``batch``, K of the resulting B or of its own.
 
-    >>> replace_shares(["batch_size=50%", "mini_clusters=10%"], 1000)
+    >>> replace_shares(["batch_size=50%", "mini_clusters=10%"], 1000, 40)
     ['batch_size=500', 'mini_clusters=50']
+    >>> replace_shares(["batch_size=50%", "mini_clusters=120%K"], 1000, 40)
+    ['batch_size=500', 'mini_clusters=48']
     """
     settings = dict(word.split("=", 1) for word in words)
     for key in ("batch_size", "mini_clusters"):
         value = settings.get(key, "")
-        if value.endswith("%"):
+        of_recipe = key == "mini_clusters" and value.endswith("%K")
+        if of_recipe and not mini_clusters:
+            raise ConfigError(f"{key}={value} is a share of the recipe's K, but none is stated; take one of B, as 10%")
+        if of_recipe or value.endswith("%"):
             try:
-                settings[key] = str(max(1, round(float(value[:-1]) / 100 * batch)))
+                share = float(value.rstrip("%K")) / 100
             except ValueError:
                 raise ConfigError(f"{key}={value}: expected a number before the %, as in {key}=50%") from None
+            settings[key] = str(max(1, round(share * (mini_clusters if of_recipe else batch))))
         if key == "batch_size" and settings.get(key, "").isdigit():
             batch = int(settings[key])
     return [f"{key}={value}" for key, value in settings.items()]
@@ -158,7 +180,7 @@ def _find_plain_method(name: str) -> Method:
         return METHODS[name]
     first = name.removesuffix("+cdc")
     earlier = METHODS.get(ALIASES.get(first, first))
-    if name.endswith("+cdc") and earlier is not None and earlier.group == OPPONENTS and first not in ("kmeans", "old"):
+    if name.endswith("+cdc") and earlier is not None and earlier.group == OPPONENTS and earlier.name not in HEADLESS:
         summary = f"{earlier.rows[0]}, then CDC from its head"
         return Method(name, summary, RETROFIT, "cdc", (f"{earlier.rows[0]} + CDC",), ("init=keep",), earlier.name)
     near = difflib.get_close_matches(name, [*METHODS, *ALIASES], n=1)

@@ -1,7 +1,7 @@
 """Read what a user asks of a comparison: recipes of tables, methods and seeds."""
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cdc_plugin.comparison.methods import Method, find_method
 from cdc_plugin.config.recipes import find_recipe, read_recipe
@@ -18,7 +18,7 @@ class TableRecipe:
     settings: tuple[str, ...] = ()  # ``key=value`` for all methods
     columns: tuple[str, ...] = ()  # of the printed table; empty for all
     sets: tuple[str, ...] = ()  # names of ``cdc`` recipes, for the full table
-    outside: tuple[str, ...] = ()  # images of none of the clusters, for the full table
+    outside: dict[str, list[str]] = field(default_factory=dict)  # of each set, images of none of its clusters
 
 
 def read_table_recipe(name: str, full: bool) -> TableRecipe:
@@ -31,16 +31,23 @@ def read_table_recipe(name: str, full: bool) -> TableRecipe:
     if full:
         content |= full_part
     known = sorted(TableRecipe.__dataclass_fields__)
-    kinds: dict[str, tuple[type, str]] = {"seeds": (int, "a whole number"), "title": (str, "text")}
+    kinds: dict[str, tuple[type, str]] = {
+        "seeds": (int, "a whole number"),
+        "title": (str, "text"),
+        "outside": (dict, "a list for each set"),
+    }
     for key, value in content.items():
         kind, words = kinds.get(key, (list, "a list"))
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}, full"
             raise ConfigError(f"recipe {path}: unknown key '{key}'; {hint}")
-        if not isinstance(value, kind):
+        right = isinstance(value, kind)
+        if isinstance(value, dict):
+            right = right and all(isinstance(part, list) for part in value.values())
+        if not right:
             raise ConfigError(f"recipe {path}: {key} takes {words}")
-        content[key] = tuple(str(item) for item in content[key]) if kind is list else value
+        content[key] = tuple(str(item) for item in value) if kind is list else value
     return TableRecipe(**content)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,15 @@ from cdc_plugin.comparison.methods import Method
 from cdc_plugin.comparison.request import parse_methods, parse_seeds
 from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import judge_rows
-from cdc_plugin.data.atomic import write_text
-from cdc_plugin.errors import ConfigError, OutputError, option
+from cdc_plugin.core.torch_defaults import torch_defaults
+from cdc_plugin.data.atomic import read_json_object, write_text
+from cdc_plugin.errors import COMMAND_LINE, ConfigError, OutputError, option
 from cdc_plugin.evaluation.records import SCHEMA_VERSION, comparison_record
 from cdc_plugin.report.grid_page import render_grid
 from cdc_plugin.training.progress import CellProgress, log, log_to
 from cdc_plugin.training.run_folder import COMPARISON, LOG, PAGE, REPORT, comparison_folder
 from cdc_plugin.training.runtime import choose_device
+from cdc_plugin.training.signals import add_hint
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class MethodComparison:
     folder: Path
 
 
+@torch_defaults()
 def compare_methods(
     backbone: str | Path | nn.Module,
     data: Any,
@@ -103,8 +107,15 @@ def run_comparison(
             on_cpu = choose_device(configs[0].device).type == "cpu"
             jobs = min(len(grid.cells()), os.cpu_count() or 1) if on_cpu else 1
         grid = replace(grid, jobs=jobs)
-        with log_to(folder / LOG):
-            failures = _run_cells(grid)
+        try:
+            with log_to(folder / LOG):
+                failures = _run_cells(grid)
+        except KeyboardInterrupt as error:
+            program, *typed = COMMAND_LINE.get() or ("this call and",)
+            words = [*(word for word in typed if not word.startswith("--ov")), "--out", str(folder)]  # not --overwrite
+            again = f"{program} {shlex.join(words) if typed else option('out', str(folder))}"
+            add_hint(error, f"finished cells are kept, continue with: {again}")
+            raise
         return write_results(grid, failures, title, columns, command)
 
 
@@ -180,7 +191,10 @@ def _record_request(folder: Path, sets: Sequence[DatasetRequest], overwrite: boo
         for name in ("cells", "shared"):
             shutil.rmtree(folder / name, ignore_errors=True)
     elif path.is_file():
-        earlier = {record["name"]: record for record in json.loads(path.read_text(encoding="utf-8"))["sets"]}
+        try:
+            earlier = {record["name"]: dict(record) for record in read_json_object(path)["sets"]}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise OutputError(f"{path} cannot be read ({error}); give another folder") from error
         for name in records.keys() & earlier.keys():
             before, now = earlier[name], records[name]
             if differing := [key for key in {**now, **before} if now.get(key) != before.get(key)]:

@@ -3,8 +3,6 @@
 It sees those of half of the images; figures are reported on the other half. Only the comparison imports this module.
 """
 
-import math
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -12,14 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.loop import BaselineTask, build_random_heads, compute_features, train_epochs
-from cdc_plugin.core.random_streams import generator
+from cdc_plugin.comparison.temperature import fit_temperature
+from cdc_plugin.core.random_streams import generator, send
 from cdc_plugin.metrics.clustering import true_columns
 from cdc_plugin.metrics.confidence import check_probabilities
 from cdc_plugin.models.heads import LayeredHead
 
 SPLIT = 19  # purpose of random numbers, beside those of `baselines.loop`
-# If every labelled sample is right, the likelihood grows without bound as T falls to 0: T stays in here.
-SMALLEST, LARGEST = 0.05, 100.0
 
 
 def split_labelled(image_count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +65,7 @@ def train_supervised(task: BaselineTask, labels: Tensor, rows: Tensor) -> nn.Mod
     def step(drawn: Tensor, randomness: torch.Generator) -> dict[str, Tensor]:
         places = drawn % len(rows)
         features = compute_features(task, task.strong(rows[places], randomness))
-        return {"loss": F.cross_entropy(head(features), targets[places.to(task.device)])}
+        return {"loss": F.cross_entropy(head(features), targets[send(places, task.device)])}
 
     train_epochs(task, head, step)
     return head
@@ -87,34 +84,6 @@ def calibrate_by_temperature(probs: NDArray[np.float32], labels: ArrayLike, rows
     logits = torch.from_numpy(np.log(np.maximum(table, np.finfo(np.float32).tiny)).astype(np.float64))
     temperature = fit_temperature(logits[labelled], torch.from_numpy(columns))
     return F.softmax(logits / temperature, dim=1).numpy()
-
-
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return the T, from `SMALLEST` to `LARGEST`, that minimises the mean of -log softmax(z / T)[label].
-
-    The mean is convex in 1 / T: T is where its slope, the mean of (expected logit - logit of the label), is 0. If
-    all temperatures are equally good, T is 1. A label that is no column of the logits (N, C) means that none is right:
-    any is then as good as any other, so such samples have the target 1 / C.
-    """
-    from scipy.optimize import brentq
-
-    # In 64 bits, which not every device has.
-    rows, columns = logits.detach().cpu().double(), labels.cpu().long()
-    has_column = (columns >= 0) & (columns < rows.shape[1])
-    labelled = rows.gather(1, columns.where(has_column, 0).unsqueeze(1)).squeeze(1)
-    target = labelled.where(has_column, rows.mean(dim=1)).mean()
-
-    def slope(log_inverse: float) -> float:
-        probs = F.softmax(rows * math.exp(log_inverse), dim=1)
-        return ((probs * rows).sum(dim=1).mean() - target).item()
-
-    # The slope rises with log(1 / T), in which all of the range is within reach of a few steps.
-    low, high = -math.log(LARGEST), -math.log(SMALLEST)
-    if slope(0.0) == 0:
-        return 1.0
-    if slope(low) >= 0:
-        return LARGEST
-    return SMALLEST if slope(high) <= 0 else math.exp(-brentq(slope, low, high, xtol=1e-10))
 
 
 def _fit_logistic_regression(features: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:

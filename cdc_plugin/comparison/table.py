@@ -5,7 +5,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cdc_plugin.metrics.over_seeds import EMPTY, LARGEST, SECONDS, SELECTED, WITH_LABELS, WITHOUT_LABELS, Row, Value
+from cdc_plugin.metrics.over_seeds import (
+    COSTS,
+    EMPTY,
+    LARGEST,
+    SECONDS,
+    SELECTED,
+    WITH_LABELS,
+    WITHOUT_LABELS,
+    Row,
+    Value,
+)
 from cdc_plugin.report.words import known
 
 Record = dict[str, Any]
@@ -42,7 +52,9 @@ def summarise(values: Iterable[Any]) -> Value | None:
 def name_outside_data(records: Sequence[Record]) -> dict[str, str]:
     """Return short names of outside data: ``textures`` for ``sets/textures.npz``, the path where two would clash."""
     rows = [row for record in records for row in record["rows"]]
-    names = {entry["data"]: _shorten_path(entry["data"]) for row in rows for entry in row.get("outside", [])}
+    paths = {entry["data"]: Path(entry["data"]) for row in rows for entry in row.get("outside", [])}
+    names = {data: path.stem if path.suffix.lower() in ARRAYS else path.name for data, path in paths.items()}
+    names = {data: name or data for data, name in names.items()}
     return {data: name if [*names.values()].count(name) == 1 else data for data, name in names.items()}
 
 
@@ -54,6 +66,7 @@ def collect_figures(record: Record, row: Record, names: dict[str, str], scores: 
         numbers[LARGEST] = max(sizes) / max(sum(sizes), 1)
         numbers[EMPTY] = sum(size == 0 for size in sizes)
     numbers |= {SELECTED: record.get("selected"), SECONDS: record.get("seconds")}
+    numbers |= {cost: record[cost] for cost in COSTS if record.get(cost) is not None}
     for entry in row.get("outside", []):
         numbers |= {f"{score} {names[entry['data']]}": entry["scores"].get(score) for score in scores}
     return numbers
@@ -65,6 +78,7 @@ def _build_row(cells: Sequence[tuple[Record, Record]], names: dict[str, str]) ->
     outside = dict.fromkeys(names[entry["data"]] for _, row in cells for entry in row.get("outside", []))
     columns = [
         *(WITH_LABELS if first["labels"] else WITHOUT_LABELS),
+        *(cost for cost in COSTS if any(cost in cell for cell in numbers)),
         *(f"{score} {name}" for name in outside for score in OUTSIDE),
     ]
     return Row(
@@ -74,8 +88,3 @@ def _build_row(cells: Sequence[tuple[Record, Record]], names: dict[str, str]) ->
         values={column: summarise(cell.get(column) for cell in numbers) for column in columns},
         figures=[row["figures"] for _, row in cells],
     )
-
-
-def _shorten_path(data: str) -> str:
-    path = Path(data)
-    return (path.stem if path.suffix.lower() in ARRAYS else path.name) or data

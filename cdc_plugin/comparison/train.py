@@ -10,10 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.cc import train_cc
+from cdc_plugin.comparison.baselines.classic import cut_graph, find_dense, fit_mixture
+from cdc_plugin.comparison.baselines.dcboost import train_dcboost
 from cdc_plugin.comparison.baselines.loop import BaselineSettings, BaselineTask, MakeView
+from cdc_plugin.comparison.baselines.pseudocal import calibrate_by_mixing
 from cdc_plugin.comparison.baselines.scan import train_scan, train_self_label
 from cdc_plugin.comparison.baselines.secu import train_secu, train_secu_size
 from cdc_plugin.comparison.baselines.spice import train_spice
+from cdc_plugin.comparison.baselines.temi import train_temi
+from cdc_plugin.comparison.baselines.turtle import train_turtle
 from cdc_plugin.comparison.supervised import calibrate_by_temperature, split_labelled, train_linear, train_supervised
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.random_streams import FINAL, INITIALISATION, generator
@@ -22,7 +27,14 @@ from cdc_plugin.data.views import channels_last, plain_view, strong_view, weak_v
 from cdc_plugin.errors import CheckpointError, DataError
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
-from cdc_plugin.training.batches import cached_views, fresh_views, make_batches, training_views
+from cdc_plugin.training.batches import (
+    cached_views,
+    fetch_pixels,
+    fresh_views,
+    load_pixels,
+    make_batches,
+    training_views,
+)
 from cdc_plugin.training.features import head_probabilities, kmeans_assignment
 from cdc_plugin.training.refiner import Refiner
 from cdc_plugin.training.runtime import Runtime
@@ -65,7 +77,9 @@ def train_cdc(setup: TrainingSetup) -> Outcome:
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, runtime, count)
     fresh = fresh_views(config, setup.backbone, setup.images, runtime)
     make = fresh if setup.views is None else cached_views(setup.views, setup.device)
-    refiner.fit(make_batches(make, count, config.batch_size, config.seed), lambda stats: None, setup.after_epoch)
+    fetch = fetch_pixels(config, setup.images, runtime) if setup.views is None else None
+    batches = make_batches(make, count, config.batch_size, config.seed, fetch)
+    refiner.fit(batches, lambda stats: None, setup.after_epoch)
     return Outcome((refiner.networks.clustering_head, refiner.networks.calibration_head))
 
 
@@ -87,9 +101,25 @@ def train_baseline(train: Callable[[BaselineTask], nn.Module], setup: TrainingSe
     return Outcome((train(build_task(setup)),))
 
 
+def assign_clusters(assign: Callable[[BaselineTask], Tensor], setup: TrainingSetup) -> Outcome:
+    """Cluster by a baseline that states no confidence."""
+    return Outcome(assignment=assign(build_task(setup)).cpu())
+
+
+def fit_posteriors(setup: TrainingSetup) -> Outcome:
+    """Cluster by the posteriors of a mixture."""
+    return Outcome(probs=fit_mixture(build_task(setup)).numpy())
+
+
 def continue_scan(setup: TrainingSetup) -> Outcome:
     """Train SCAN's third stage from the head of the second."""
     return Outcome((train_self_label(build_task(setup), setup.heads[-1].to(setup.device)),))
+
+
+def mix_images(setup: TrainingSetup) -> Outcome:
+    """Calibrate the head of the model on mixtures of images, without labels."""
+    task = build_task(setup)
+    return Outcome(probs=calibrate_by_mixing(task, setup.heads[-1].to(setup.device)).cpu().double().numpy())
 
 
 def scale_temperature(setup: TrainingSetup) -> Outcome:
@@ -115,20 +145,26 @@ TRAININGS: dict[str, Callable[[TrainingSetup], Outcome]] = {
     "scan2": partial(train_baseline, train_scan),
     "scan3": continue_scan,
     "spice": partial(train_baseline, train_spice),
+    "temi": partial(train_baseline, train_temi),
+    "turtle": partial(train_baseline, train_turtle),
+    "dcboost": partial(assign_clusters, train_dcboost),
+    "gmm": fit_posteriors,
+    "spectral": partial(assign_clusters, cut_graph),
+    "hdbscan": partial(assign_clusters, find_dense),
+    "pseudocal": mix_images,
     "temperature": scale_temperature,
     "linear": partial(train_reference, train_linear),
     "supervised": partial(train_reference, train_supervised),
 }
+# They look at the plain features, or at images, but at no augmented view.
+PLAIN_ONLY = {"kmeans", "old", "temi", "turtle", "gmm", "spectral", "hdbscan", "pseudocal", "temperature", "linear"}
 
 
 def build_task(setup: TrainingSetup) -> BaselineTask:
     """Build the same setup without any label in reach."""
-    device, pixels = setup.device, setup.images.batch
+    device, load = setup.device, partial(load_pixels, setup.images, device=setup.device)
     backbone: nn.Module = setup.backbone
     views = training_views(setup.config.augment, setup.backbone)
-
-    def load(rows: Tensor) -> Tensor:
-        return pixels(rows).to(device, non_blocking=True)
 
     makers: tuple[MakeView, MakeView, MakeView] = (
         lambda rows, randomness: channels_last(plain_view(load(rows), views)),
@@ -140,7 +176,7 @@ def build_task(setup: TrainingSetup) -> BaselineTask:
         makers = (
             lambda rows, randomness: pick(rows, randomness).plain,
             lambda rows, randomness: pick(rows, randomness).weak,
-            lambda rows, randomness: pick(rows, randomness).strong_of(torch.arange(len(rows), device=device)),
+            lambda rows, randomness: pick(rows, randomness).strong_of(torch.arange(len(rows))),
         )
     features, dim, count = setup.features.to(device), setup.backbone.feature_dim, len(setup.images)
     settings = BaselineSettings(**{item.name: getattr(setup.config, item.name) for item in fields(BaselineSettings)})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.config.resolve import batch_sizes, count_sub_batches
@@ -56,6 +57,24 @@ def build_random_heads(task: BaselineTask, layers: list[list[list[Any]]]) -> nn.
     """Return a head for each list of layers, with the same weights for the same seed."""
     with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
         return nn.ModuleList([LayeredHead(each) for each in layers]).to(task.device)
+
+
+def scale_features(task: BaselineTask) -> Tensor:
+    """Return the features (N, D) before training, all of one length, with a mean square of 1."""
+    return task.feature_dim**0.5 * F.normalize(task.features, dim=1)
+
+
+@torch.no_grad()
+def take_raw_features(task: BaselineTask, trained: LayeredHead) -> LayeredHead:
+    """Return a head for raw features that computes what this one, which begins linearly, does of scaled ones."""
+    with fork_rng(generator(task.settings.seed, WEIGHTS), task.device):
+        head = LayeredHead([["normalize"], *trained.layers]).to(task.device)
+    weights = dict(trained.named_parameters())
+    for name, own in head.named_parameters():
+        place, kind = name.split(".")
+        own.copy_(weights[f"{int(place) - 1}.{kind}"])
+    head[1].weight.mul_(task.feature_dim**0.5)  # type: ignore[operator]
+    return head.eval()
 
 
 def shuffle_batches(task: BaselineTask, epoch: int) -> Iterator[tuple[Tensor, torch.Generator]]:
@@ -130,7 +149,7 @@ class BaselineOptimizer:
         groups: list[dict[str, Any]] = [{"params": list(heads.parameters()), "full_rate": settings.lr_heads}]
         if backbone is not None and (trained := list(backbone.parameters())):
             groups.append({"params": trained, "full_rate": settings.lr_backbone})
-        self.optimizer = torch.optim.Adam(groups)
+        self.optimizer = torch.optim.Adam(groups, fused=task.device.type == "cuda")
         self.scaler = torch.amp.GradScaler(task.device.type, enabled=settings.precision == "float16")
 
     def step(self, loss: Tensor) -> None:

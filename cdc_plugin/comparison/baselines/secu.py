@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from cdc_plugin.comparison.baselines.loop import WEIGHTS, BaselineTask, compute_features, train_epochs
-from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.kmeans import count_members, kmeans
 from cdc_plugin.core.prototypes import STARTS
-from cdc_plugin.core.random_streams import fork_rng, generator
+from cdc_plugin.core.random_streams import fork_rng, generator, send
 from cdc_plugin.models.heads import CosineHead
 
 PROJECTION_DIM = 128
@@ -49,7 +49,7 @@ def train_secu_size(task: BaselineTask) -> nn.Module:
 
 def keep_entropy(cosines: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """Assign points (b,) so that the entropy of all cluster sizes stays high."""
-    sizes = torch.bincount(labels, minlength=cosines.shape[1])
+    sizes = count_members(labels, cosines.shape[1])
     return assign_by_entropy(cosines, labels[rows], sizes, ENTROPY_WEIGHT)
 
 
@@ -62,7 +62,7 @@ def _train(task: BaselineTask, assign: Assign) -> CosineHead:
         if seen % task.image_count == 0:
             previous = _unit_centers(head).detach()  # features follow the centres and labels of the epoch before
         seen += len(rows)
-        rows_there = rows.to(task.device)
+        rows_there = send(rows, task.device)
         views = [
             F.normalize(head.projection(compute_features(task, make(rows, randomness))), dim=1)
             for make in (task.weak, task.strong)
@@ -154,7 +154,7 @@ def assign_by_entropy(cosines: Tensor, labels: Tensor, sizes: Tensor, weight: fl
 
 def update_duals(duals: Tensor, labels: Tensor, least_share: float, rate: float) -> Tensor:
     """Take a step of dual ascent: a cluster with less than its minimum share of the batch becomes more attractive."""
-    share = torch.bincount(labels, minlength=len(duals)) / len(labels)
+    share = count_members(labels, len(duals)) / len(labels)
     return (duals + rate * (least_share - share)).clamp(min=0)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines import loop
 from cdc_plugin.config.resolve import batch_sizes
+from cdc_plugin.core.random_streams import send
 from cdc_plugin.errors import ConfigError
 
 # From SPICE's code: heads, and how often the samples of a batch are trained on before labels are computed again.
@@ -33,9 +34,9 @@ def train_spice(task: loop.BaselineTask) -> nn.Module:
         logs = []
         for rows, randomness in loop.shuffle_batches(task, epoch):
             weak, strong = (_compute_batch_features(task, view, rows, randomness) for view in (task.weak, task.strong))
-            samples, labels = _label_for_heads(heads, task.features[rows.to(task.device)], weak)
+            samples, labels = _label_for_heads(heads, task.features[send(rows, task.device)], weak)
             for _ in range(REPEATS):
-                order = torch.randperm(samples.shape[1], generator=randomness).to(task.device)
+                order = send(torch.randperm(samples.shape[1], generator=randomness), task.device)
                 for part in loop.split_batch(order, settings):
                     losses = [
                         double_softmax_loss(head(strong[own[part]]), labels[part])

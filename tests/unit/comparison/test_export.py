@@ -9,6 +9,7 @@ import pytest
 
 from cdc_plugin.comparison.export import records_csv, to_csv, to_latex, to_markdown, to_text
 from cdc_plugin.comparison.table import Row, Value, collect
+from cdc_plugin.data.atomic import unescape_cell
 
 HOSTILE = r"[50% & $x_1$ #{a}\end{tabular} ~^<b>|*`"
 
@@ -35,7 +36,7 @@ ROWS = [
 
 
 def read(text: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(text)))
+    return [{name: unescape_cell(cell) for name, cell in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
 def body(latex: str) -> list[str]:

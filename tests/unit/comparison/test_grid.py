@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 import cdc_plugin
+from cdc_plugin import load_backbone
+from cdc_plugin.comparison import datasets
 from cdc_plugin.comparison import grid as grids
 from cdc_plugin.comparison.cell import build_cell, read_record, slugify
 from cdc_plugin.comparison.datasets import DatasetRequest, open_dataset
-from cdc_plugin.comparison.methods import METHODS, find_method
+from cdc_plugin.comparison.methods import HEADLESS, METHODS, find_method
 from cdc_plugin.comparison.run import MethodComparison, compare_methods
 from cdc_plugin.comparison.train import TRAININGS
 from cdc_plugin.errors import UserError
@@ -48,13 +50,13 @@ def test_every_method_ends_in_a_row_with_figures_and_scores_outside_images_if_it
     assert {"CDC-Clu", "CDC-Cal", "SCAN-2 + CDC", "k-means", "CDC-Cal, H 8", "CDC-Cal, B 50%, K 10%"} <= set(labels)
     for row in compared.rows:
         assert row.values["ACC"] is not None, row.label
-        assert (row.values["ECE"] is None) is (row.method == "kmeans")
+        assert (row.values["ECE"] is None) is (row.method in HEADLESS - {"gmm"})
         assert row.uses_labels is (row.method in ("temperature", "linear", "supervised"))
     scored = {row.method for row in compared.rows if row.values.get("AUROC noise") is not None}
-    assert scored == {row.method for row in compared.rows} - {"kmeans", "temperature"}
+    assert scored == {row.method for row in compared.rows} - HEADLESS - {"temperature", "pseudocal"}
 
 
-def test_the_result_folder_holds_tables_cells_a_page_and_what_all_methods_share(everything):
+def test_the_result_folder_holds_tables_cells_a_page_and_what_all_methods_share(everything, tiny_checkpoint):
     _, out = everything
     tables = {"table.csv", "table.md", "table.tex", "cells.csv"}
     others = {"cells", "comparison.json", "report.html", "report.json", "shared", "train.log"}
@@ -62,6 +64,10 @@ def test_the_result_folder_holds_tables_cells_a_page_and_what_all_methods_share(
     record = json.loads((out / "cells" / "some" / "cdc" / "seed0.json").read_text(encoding="utf-8"))
     assert [row["label"] for row in record["rows"]] == ["CDC-Clu", "CDC-Cal"]
     assert record["settings"]["clusters"] == 4
+    model = load_backbone(tiny_checkpoint)
+    head = 16 * (model.feature_dim + 1) + 2 * 16 + 4 * 17  # linear, BatchNorm, linear
+    assert record["parameters"] == sum(weight.numel() for weight in model.parameters()) + 2 * head
+    assert record["gpu_memory"] is None
     for name, kind in (("report.json", "method_comparison"), ("comparison.json", "comparison_settings")):
         check_record(json.loads((out / name).read_text(encoding="utf-8")), kind)
     assert not list(out.glob("cells/*/*/seed0/"))  # models that were kept for a second stage are gone
@@ -74,11 +80,19 @@ def test_the_result_folder_holds_tables_cells_a_page_and_what_all_methods_share(
 
 def test_a_cell_of_cdc_is_the_run_that_the_stage_makes(everything, tiny_checkpoint, images, tmp_path):
     _, out = everything
-    report = cdc_plugin.refine(tiny_checkpoint, images, 4, out=tmp_path / "run", seed=0, **SETTINGS)
+    report = cdc_plugin.refine(tiny_checkpoint, images, 4, out=tmp_path / "run", seed=0, level="learned", **SETTINGS)
     record = read_record(build_cell(out, "some", find_method("cdc"), 0))
     assert record is not None
     for row, head in zip(record["rows"], ("clustering_head", "calibration_head"), strict=True):
         assert row["figures"] == report.metrics["after"][head]
+
+
+def test_the_images_themselves_are_refused_as_images_from_outside(tiny_checkpoint, images, tmp_path):
+    others = tmp_path / "copy.npz"
+    with np.load(images) as archive:
+        np.savez(others, x=archive["x"])  # without labels: other labels are no other images
+    with pytest.raises(UserError, match="these are the images of some itself"):
+        compare(tiny_checkpoint, images, "cdc", tmp_path / "grid", outside=[str(others)])
 
 
 @pytest.fixture
@@ -105,10 +119,17 @@ def test_a_second_stage_runs_its_first_again_only_where_the_model_is_gone(tiny_c
     assert ran == ["scan2", "scan2", "scan3"]
 
 
-def test_a_frozen_backbone_computes_its_views_once(tiny_checkpoint, images, tmp_path):
-    methods = "cdc,scan2,scan3,spice,cc,secu"
-    compared = compare(tiny_checkpoint, images, methods, tmp_path / "grid", freeze_backbone=True)
-    assert compared.failures == {}
+def test_a_frozen_backbone_computes_its_views_once_for_all_seeds(tiny_checkpoint, images, tmp_path, monkeypatch):
+    made: list[object] = []
+    views = datasets.view_features
+    monkeypatch.setattr(datasets, "view_features", lambda *rest: (made.append(1), views(*rest))[1])
+    plain = compare(
+        tiny_checkpoint, images, "temi,turtle,gmm,spectral,hdbscan", tmp_path / "grid", freeze_backbone=True
+    )
+    assert (plain.failures, made) == ({}, [])
+    methods = "cdc,scan2,scan3,spice,cc,secu,dcboost,pseudocal"
+    compared = compare(tiny_checkpoint, images, methods, tmp_path / "grid", freeze_backbone=True, seeds=2)
+    assert (compared.failures, made) == ({}, [1])
     assert not list((tmp_path / "grid" / "shared").glob("*/views-*"))  # they can be large
 
 
@@ -148,6 +169,24 @@ def test_other_settings_in_the_same_folder_are_refused_and_named(tiny_checkpoint
     with pytest.raises(UserError, match=r"other settings for some \(epochs\)"):
         compare(tiny_checkpoint, images, "kmeans", tmp_path / "grid", epochs=2)
     compare(tiny_checkpoint, images, "kmeans", tmp_path / "grid", epochs=2, overwrite=True)
+
+
+DEEP = b"[" * 20_000
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("comparison.json", DEEP), ("comparison.json", b"{}"), ("cells", DEEP), ("shared", b"PK")]
+)
+def test_a_damaged_file_of_a_comparison_is_refused_and_named(tiny_checkpoint, images, tmp_path, file, content):
+    compare(tiny_checkpoint, images, "cdc", tmp_path)
+    victim = {
+        "comparison.json": tmp_path / "comparison.json",
+        "cells": build_cell(tmp_path, "some", find_method("cdc"), 0).path,
+        "shared": next(tmp_path.glob("shared/*/start-*.pt")),
+    }[file]
+    victim.write_bytes(content)
+    with pytest.raises(UserError, match=f"{victim.name} cannot be read"):
+        compare(tiny_checkpoint, images, "cdc,kmeans", tmp_path)
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(tiny_checkpoint, images, tmp_path):

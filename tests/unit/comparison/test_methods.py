@@ -38,9 +38,15 @@ def test_cdc_after_an_opponent_keeps_its_head_and_comes_after_all_that_it_contin
 
 
 def test_shares_become_numbers_of_the_batch():
-    assert replace_shares(["mini_clusters=10%", "batch_size=200"], 1000) == ["mini_clusters=20", "batch_size=200"]
-    assert replace_shares(["mini_clusters=0.01%"], 1000) == ["mini_clusters=1"]
-    assert replace_shares(["hidden=256"], 1000) == ["hidden=256"]
+    assert replace_shares(["mini_clusters=10%", "batch_size=200"], 1000, 40) == ["mini_clusters=20", "batch_size=200"]
+    assert replace_shares(["mini_clusters=0.01%"], 1000, 40) == ["mini_clusters=1"]
+    assert replace_shares(["hidden=256"], 1000, 40) == ["hidden=256"]
+
+
+def test_shares_of_k_are_those_of_the_recipe_whatever_the_batch_and_need_one():
+    assert replace_shares(["mini_clusters=80%K", "batch_size=150%"], 1000, 150)[0] == "mini_clusters=120"
+    with pytest.raises(UserError, match="none is stated; take one of B"):
+        replace_shares(["mini_clusters=80%K"], 1000, 0)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,8 @@ def test_shares_become_numbers_of_the_batch():
         ("cdc:selection=confidant", "did you mean 'confident'"),
         ("cdc:calibration=temperature", "labelled images"),
         ("cdc:batch_size=x%", "expected a number before the %"),
+        ("cdc:mini_clusters=x%K", "expected a number before the %"),
+        ("cdc:batch_size=80%K", "batch_size"),
         ("cdc:heads=three", "heads is one of dual, clu, clu+cal"),
         ("cdc:epochs=-1", "epochs must be at least 0"),
         ("cdc:augment.flip=false", "augment.flip is the same for all methods"),

@@ -1,13 +1,19 @@
 """Recipes of tables, seeds and methods as users write them."""
 
+from dataclasses import replace
+
 import pytest
 
-from cdc_plugin.comparison.methods import find_method
+from cdc_plugin.cli.compare import compare_parser, list_sets
+from cdc_plugin.comparison.methods import find_method, replace_shares
 from cdc_plugin.comparison.request import parse_methods, parse_seeds, read_table_recipe
+from cdc_plugin.config.load import load_config
 from cdc_plugin.config.recipes import recipe_names, recipe_summary
+from cdc_plugin.data import datasets
 from cdc_plugin.errors import ConfigError
+from cdc_plugin.metrics.over_seeds import COSTS, WITH_LABELS
 
-PAPER = ["ablation", "k-b-sweep", "main", "ood", "retrofit", "selection"]
+PAPER = ["ablation", "cost", "k-b-sweep", "main", "ood", "retrofit", "selection", "transfer"]
 
 
 def test_there_is_a_recipe_for_every_kind_of_table_in_the_paper_and_an_unknown_one_names_the_nearest():
@@ -25,7 +31,49 @@ def test_every_shipped_recipe_can_be_run(name, full):
     assert recipe_summary(name, "tables")
     assert set(recipe.sets) <= set(recipe_names())
     assert bool(recipe.sets) is full
-    assert recipe.seeds >= 3
+    assert recipe.seeds >= 3 or (name, full) == ("cost", True)  # times hardly differ
+    assert set(recipe.columns) <= {*WITH_LABELS, *COSTS}
+
+
+def test_the_tables_of_transfer_and_of_costs_have_the_sets_of_the_paper_and_the_length_of_its_runs():
+    transfer, cost = (read_table_recipe(name, full=True) for name in ("transfer", "cost"))
+    assert (transfer.methods, transfer.sets) == (
+        ("scan2", "scan3", "cdc"),
+        ("imagenet50", "imagenet100", "imagenet200"),
+    )
+    source = load_config("imagenet10")
+    for name in transfer.sets:
+        moved = load_config(name)
+        assert replace(moved, data=source.data, clusters=source.clusters) == source
+    assert cost.sets == read_table_recipe("main", full=True).sets
+    lengths = [load_config("cifar10", overrides=find_method(name).settings).epochs for name in cost.methods]
+    assert lengths == [100, 200, 100]
+    assert set(cost.columns) >= {"parameters", "seconds", "gpu_memory"}
+
+
+def test_the_full_table_of_outside_images_has_the_pairs_of_the_paper():
+    recipe = read_table_recipe("ood", full=True)
+    far = ["tinyimagenet", "svhn", "dtd", "places365"]
+    # CIFAR-20 has the images of CIFAR-100.
+    assert recipe.outside == {"cifar10": ["cifar100", *far], "cifar20": ["cifar10", *far]}
+    assert set(recipe.sets) == set(recipe.outside)
+    assert {name for names in recipe.outside.values() for name in names} <= set(datasets.names())
+    options = compare_parser().parse_args(["--recipe", "ood", "--full", "--backbone", "{set}.pt"])
+    assert {made.name: list(made.outside) for made in list_sets(options, recipe)} == recipe.outside
+    options.ood = ["mine.npz"]
+    assert [made.outside for made in list_sets(options, recipe)] == [("mine.npz",)] * 2
+
+
+@pytest.mark.parametrize(("name", "mini_clusters"), [("stl10", 150), ("cifar20", 40)])
+def test_the_full_table_of_b_and_k_varies_both_around_the_recipe_of_the_set(name, mini_clusters):
+    recipe = load_config(name)
+    grid = set()
+    for method in read_table_recipe("k-b-sweep", full=True).methods:
+        words = replace_shares(find_method(method).settings, recipe.batch_size, recipe.mini_clusters)
+        varied = load_config(name, overrides=words)
+        grid.add((varied.batch_size, varied.mini_clusters))
+    shares = (0.8, 1, 1.2)
+    assert grid == {(batch, round(share * mini_clusters)) for batch in (500, 1000, 1500) for share in shares}
 
 
 def test_another_recipe_is_read_from_a_file(tmp_path):
@@ -43,6 +91,8 @@ def test_another_recipe_is_read_from_a_file(tmp_path):
         ("clusters: 10\n", "names no 'methods'"),
         ("methods: cdc\n", "methods takes a list"),
         ("methods: [cdc]\nseeds: many\n", "seeds takes a whole number"),
+        ("methods: [cdc]\noutside: [svhn]\n", "outside takes a list for each set"),
+        ("methods: [cdc]\noutside: {cifar10: svhn}\n", "outside takes a list for each set"),
         ("methods: [cdc\n", "not valid YAML"),
         ("- cdc\n", "expected keys and values"),
     ],

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from cdc_plugin.comparison.baselines.loop import BaselineTask
 from cdc_plugin.comparison.supervised import (
-    LARGEST,
-    SMALLEST,
     calibrate_by_temperature,
-    fit_temperature,
     split_labelled,
     train_linear,
     train_supervised,
 )
+from cdc_plugin.comparison.temperature import LARGEST, SMALLEST, fit_temperature
 from cdc_plugin.evaluation.records import measure_head
 from cdc_plugin.models.heads import LayeredHead
 from tests.helpers.blob_tasks import blob_task, linear_backbone, predict

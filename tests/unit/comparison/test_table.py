@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from cdc_plugin.comparison.export import to_markdown
 from cdc_plugin.comparison.table import Value, collect, summarise
+from cdc_plugin.metrics.over_seeds import COSTS, columns_of, deviation_words, mean_words
 
 
 def record(method: str, seed: int = 0, set_: str = "digits", **more: Any) -> dict[str, Any]:
@@ -46,20 +48,28 @@ def test_methods_come_in_the_order_asked_for_sets_and_heads_in_that_of_the_recor
     ]
 
 
-def test_a_labelled_row_has_these_columns_and_its_figures_for_the_diagrams():
+def test_a_labelled_row_has_these_columns_and_without_labels_confidence_and_sizes_remain():
     (row,) = collect([record("a", selected=0.25)], ["a"])
     figures = ["ACC", "NMI", "ARI", "ECE", "AUROC", "AURC", "FPR95", "CONF"]
     assert list(row.values) == [*figures, "selected", "seconds"]
     assert row.values["selected"] == Value(0.25, None, 1)
-    assert row.figures[0]["ACC"] == 0.9
-
-
-def test_without_labels_confidence_and_sizes_remain():
+    assert row.figures[0]["ACC"] == 0.9  # for the diagrams
     rows = [{"label": "row", "figures": {"CONF": 0.8, "cluster_sizes": [6, 0, 2, 0]}}]
     (row,) = collect([record("a", labels=False, rows=rows)], ["a"])
     assert list(row.values) == ["CONF", "largest_cluster", "empty_clusters", "selected", "seconds"]
     assert row.values["largest_cluster"] == Value(0.75, None, 1)
     assert row.values["empty_clusters"] == Value(2.0, None, 1)
+
+
+def test_memory_is_a_column_where_it_was_measured_and_the_parameters_where_they_are_asked_for():
+    (row,) = collect([record("a", parameters=21_810_000, gpu_memory=None)], ["a"])
+    assert "gpu_memory" not in row.values
+    rows = collect([record("a", seed, parameters=21_810_000, gpu_memory=5620.0 + seed) for seed in range(2)], ["a"])
+    assert columns_of(rows)[-1] == "gpu_memory"
+    words = [mean_words(column, rows[0].values[column]) for column in COSTS]
+    assert words == ["21.81 M", "5,620 MB"]
+    assert all(deviation_words(column, rows[0].values[column]) == "" for column in COSTS)
+    assert "21.81 M" in to_markdown(rows, ["parameters"])
 
 
 def with_outside(*sources: str) -> dict[str, Any]:

@@ -83,14 +83,11 @@ def test_of_several_calibration_heads_the_one_without_settings_is_judged_and_wit
     assert "CDC-Cal is not among the rows." in words
 
 
-def test_several_sets_are_judged_separately():
+def test_several_sets_are_judged_separately_and_without_a_second_row_to_compare_one_sentence_says_so():
     rows = [row("CDC-Cal", 0.9, 0.1, set="x"), row("A", 0.8, 0.1, set="x"), row("B", 0.7, 0.1, set="y")]
     judged = judge_rows(rows)
     assert "CDC-Cal has the best accuracy" in judged["x"][0]
     assert "B (70.0 ± 0.5 %) is the only row" in judged["y"][0]
-
-
-def test_without_a_second_row_to_compare_one_sentence_says_so():
     assert "Without labels" in judge(row("CDC-Cal", None, None), row("A", None, None))
     assert "Every row uses labels" in judge(row("linear", 0.9, 0.1, uses_labels=True))
     assert judge_rows([]) == {}

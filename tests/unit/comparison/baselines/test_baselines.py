@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from cdc_plugin.comparison.baselines import temi, turtle
 from cdc_plugin.comparison.baselines.cc import train_cc
 from cdc_plugin.comparison.baselines.scan import train_scan
 from cdc_plugin.comparison.baselines.secu import train_secu, train_secu_size
 from cdc_plugin.comparison.baselines.spice import train_spice
+from cdc_plugin.comparison.baselines.temi import train_temi
+from cdc_plugin.comparison.baselines.turtle import train_turtle
 from cdc_plugin.models.heads import build_head
 from tests.helpers.blob_tasks import CLUSTERS, FEATURES, blob_task, linear_backbone, predict, purity
 
@@ -20,8 +23,19 @@ BASELINES = {
     train_secu: {"epochs": 6, "lr_heads": 0.003, "lr_backbone": 0.001},
     train_secu_size: {"epochs": 6, "lr_heads": 0.003, "lr_backbone": 0.001},
     train_spice: {"epochs": 6, "lr_heads": 0.005},
+    train_temi: {"epochs": 20, "lr_heads": 0.02},
+    train_turtle: {"epochs": 4},
 }
+FROZEN = {train_spice, train_temi, train_turtle}
 ALL = pytest.mark.parametrize("train", BASELINES, ids=lambda train: train.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _little_to_do(monkeypatch):
+    for name, value in {"HEADS": 4, "LONGER": 1, "HIDDEN": 32, "TEACHER_MOMENTUM": 0.9}.items():
+        monkeypatch.setattr(temi, name, value)
+    for name, value in {"STEPS_PER_EPOCH": 20, "RATE": 0.03}.items():
+        monkeypatch.setattr(turtle, name, value)
 
 
 @ALL
@@ -71,12 +85,12 @@ def test_the_loss_is_reported_after_every_epoch(train):
 
 
 @ALL
-def test_only_spice_leaves_the_backbone_as_it_is(train):
+def test_only_methods_on_frozen_features_leave_the_backbone_as_it_is(train):
     backbone = nn.Sequential(linear_backbone(), nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).eval()
     task, _ = blob_task(backbone, epochs=2)
     task.backbone.train()  # as another method could have left it
     before = copy.deepcopy(task.backbone.state_dict())
     train(task)
     after = task.backbone.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before) is (train is train_spice)
-    assert torch.equal(before["0.weight"], after["0.weight"]) is (train is train_spice)
+    assert all(torch.equal(before[name], after[name]) for name in before) is (train in FROZEN)
+    assert torch.equal(before["0.weight"], after["0.weight"]) is (train in FROZEN)
