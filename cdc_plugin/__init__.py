@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cdc_plugin.errors import OutputError as OutputError
     from cdc_plugin.errors import UserError as UserError
     from cdc_plugin.evaluation.evaluate import compare as compare
+    from cdc_plugin.evaluation.evaluate import compare as compare_models  # noqa: F401
     from cdc_plugin.evaluation.evaluate import evaluate as evaluate
     from cdc_plugin.evaluation.inspect import inspect as inspect
     from cdc_plugin.evaluation.records import Report as Report
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from cdc_plugin.models.backbone import Backbone as Backbone
     from cdc_plugin.models.clusterer import Clusterer as Clusterer
     from cdc_plugin.pipeline import refine as refine
-
-    compare_models = compare
 
 __version__ = "0.1.0"
 

@@ -6,6 +6,8 @@
 
 import difflib
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,5 +54,21 @@ def run(name: str, words: Sequence[str]) -> None:
     getattr(module, f"{name}_command")(list(words))
 
 
+def run_process(words: Sequence[str]) -> None:
+    """Run a command that a process was started for; where it fails, one of torchrun's processes leaves at once.
+
+    gloo's threads may abort a process that is being torn down, which torchrun would report in place of the exit code.
+    """
+    try:
+        main(words)
+    except SystemExit as ended:
+        if "TORCHELASTIC_RUN_ID" not in os.environ or not isinstance(ended.code, int):
+            raise
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:] if sys.argv[1:2] and sys.argv[1] in COMMANDS else ["refine", *sys.argv[1:]])
+    run_process(sys.argv[1:] if sys.argv[1:2] and sys.argv[1] in COMMANDS else ["refine", *sys.argv[1:]])

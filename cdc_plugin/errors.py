@@ -1,10 +1,18 @@
 """Exceptions that a user can cause and mend; the command line turns them into one line and exit code 2."""
 
+import re
 from contextvars import ContextVar
 from typing import Any
 
-# Whether the person types flags (set by the commands) or Python.
-COMMAND_LINE: ContextVar[bool] = ContextVar("command line", default=False)
+# The command that the person typed, its program and its words (set by the commands); empty for a call from Python.
+COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("command line", default=())
+
+
+# What breaks a line, changes a terminal or turns the direction of writing.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # as torch says it
 
 
 class UserError(Exception):
@@ -32,6 +40,11 @@ class OutputError(UserError):
     """A result cannot be written, found again or resumed."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory, of the machine or of a device, was not enough."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
 def option(name: str, value: Any = True) -> str:
     """Return an option as the caller types it: ``--batch-size 64`` in a shell, ``batch_size=64`` in Python.
 
@@ -53,3 +66,13 @@ def shorten(value: Any, most: int = 80) -> str:
     except ValueError:  # a number of more digits than Python writes
         return "a very long number"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def flatten(text: str, most: int = 2000) -> str:
+    r"""Return a message as one line that does nothing to a terminal, without its middle if it is very long.
+
+    >>> flatten("nothing at a\nb")
+    'nothing at a\\nb'
+    """
+    text = _UNPRINTABLE.sub(lambda found: repr(found.group())[1:-1], text)
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

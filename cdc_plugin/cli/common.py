@@ -5,16 +5,19 @@ Nothing heavy is imported before the arguments are understood: ``--help`` answer
 
 import argparse
 import contextlib
+import io
 import logging
 import os
+import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cdc_plugin import __version__
 from cdc_plugin.config.schema import RefineConfig, list_settings
-from cdc_plugin.errors import COMMAND_LINE, UserError, shorten
-from cdc_plugin.training.signals import Terminated, ending_on_termination
+from cdc_plugin.errors import COMMAND_LINE, UserError, flatten, is_out_of_memory, shorten
+from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
@@ -46,6 +49,11 @@ def add_settings(
             if rule["default"] != "none":
                 given["help"] += f" (default: {rule['default']})"
         container.add_argument(flag, dest=name, **{**given, **changes})
+
+
+def add_features(container: argparse._ActionsContainer) -> None:
+    """Add vectors in place of images, of one file or of several side by side."""
+    add_settings(container, "features", nargs="+", action="extend")
 
 
 def add_result_folder(container: argparse._ActionsContainer) -> None:
@@ -93,6 +101,11 @@ def set_up_process() -> None:
     # Read by OpenMP when torch is imported: waiting threads sleep instead of spinning, which on a busy machine
     # took a third of the time and a quarter of the CPU seconds of the "active" policy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files and weights may be no text; stderr does so anyway
+        sys.stdout.reconfigure(errors="backslashreplace")
+    warnings.filterwarnings("ignore", module="PIL")  # about single images, which are read or named as skipped
     # Let the C library keep freed memory for the next tensor: requesting new pages for each took 5 % of a ResNet's
     # time and more than half of the time of a weak view.
     if sys.platform == "linux":
@@ -110,33 +123,38 @@ def run_command(
 ) -> Iterator[argparse.Namespace]:
     """Give the options to the body of a command; what the user can mend becomes a message and exit code 2.
 
-    An interruption adds what is ``kept`` and how to continue.
+    An interruption adds how to continue: what it says itself, else ``kept`` and the command as it was typed.
     """
     # key=value words may stand before, between and after the options.
     options = parser.parse_intermixed_args(arguments)
     set_up_process()
-    context = COMMAND_LINE.set(True)
+    program = parser.prog if "WORLD_SIZE" not in os.environ else f"torchrun ... -m cdc_plugin {parser.prog[4:]}"
+    words = sys.argv[1:] if arguments is None else arguments
+    context = COMMAND_LINE.set((program, *map(str, words)))
     try:
         with ending_on_termination():
             yield options
     except (KeyboardInterrupt, Exception) as error:
-        interruption = _find_interruption(error)
+        interruption = find_interruption(error)
         if interruption is not None:
             reason, code = "interrupted", 130
             if isinstance(interruption, Terminated):
-                reason, code = str(interruption), interruption.exit_code
-            message = "; ".join(filter(None, [f"{parser.prog}: {reason}", kept])) if is_main_process() else ""
+                reason, code = f"stopped by {interruption.name}", interruption.exit_code
+            hint = getattr(interruption, "hint", kept and f"{kept}: {program} {shlex.join(words)}".rstrip())
+            message = "; ".join(filter(None, [f"{parser.prog}: {reason}", hint])) if is_main_process() else ""
         elif isinstance(error, UserError):
             message, code = "" if error.told else f"{parser.prog}: error: {error}", 2
         elif isinstance(error, OSError) and error.filename is not None:  # a name that is too long, for instance
             message, code = f"{parser.prog}: error: {error.strerror}: {shorten(str(error.filename))}", 2
+        elif is_out_of_memory(error):
+            message, code = f"{parser.prog}: error: not enough memory ({error}); try a smaller batch or input size", 2
         elif isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             message, code = "", 1
         else:
             raise
         if message:
-            print(message, file=sys.stderr)
+            print(flatten(message), file=sys.stderr)
         sys.exit(code)
     finally:
         COMMAND_LINE.reset(context)
@@ -165,10 +183,3 @@ def describe_unreadable(count: int) -> str:
     """Return where to find the names of images that could not be read."""
     subject, object_ = ("image", "it") if count == 1 else ("images", "them")
     return f"{count} {subject} could not be read; report.json names {object_}"
-
-
-def _find_interruption(error: BaseException | None) -> KeyboardInterrupt | None:
-    """Return the interruption behind an error: a library that is interrupted while it cleans up may fail at that."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error

@@ -50,6 +50,7 @@ def compare_parser() -> argparse.ArgumentParser:
     what.add_argument("--full", action="store_true", help="the recipe's own data sets and seeds, as in the paper")
     on = parser.add_argument_group("what to run on")
     on.add_argument("--backbone", nargs="+", metavar="FILE", help="checkpoint; several for several sets of images")
+    common.add_features(on)
     sources = "image folder, .npz, tar shards, name; may be several"
     on.add_argument("--data", nargs="+", metavar="PATH_OR_NAME", help=sources)
     on.add_argument("--clusters", nargs="+", metavar="C", help="how many, for each set")
@@ -76,8 +77,7 @@ def compare_parser() -> argparse.ArgumentParser:
 
 def compare_command(arguments: Sequence[str] | None = None) -> None:
     """Run ``cdc-compare``."""
-    kept = "finished cells are kept, continue with the same command and --out"
-    with common.run_command(compare_parser(), arguments, kept) as options:
+    with common.run_command(compare_parser(), arguments, "nothing is kept yet, start again with") as options:
         if options.list_methods:
             print(method_list())
             return
@@ -128,10 +128,12 @@ def method_list() -> str:
         lines += [f"{group}:", *(f"  {m.name:17s} {' and '.join(m.rows)}: {m.summary}" for m in members)]
     lines += [
         "retrofit:",
-        "  scan2+cdc, scan3+cdc, secu+cdc, secu-size+cdc, cc+cdc, spice+cdc: CDC as a second stage, from their head on",
+        "  scan2+cdc, scan3+cdc, secu+cdc, secu-size+cdc, cc+cdc, spice+cdc, temi+cdc, turtle+cdc: CDC as a second",
+        "  stage, from their head on",
         "variants:",
         "  cdc:hidden=256, cdc:mini_clusters=40:batch_size=500, cdc:batch_size=50%:mini_clusters=10%, ...:",
-        "  any setting of cdc-refine after a colon; B may be a share of its default, K a share of B",
+        "  any setting of cdc-refine after a colon; B may be a share of its default, K a share of B (10%) or, with",
+        "  a recipe that states one, of the recipe's K (80%K)",
     ]
     return "\n".join(lines)
 
@@ -143,19 +145,26 @@ def list_sets(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetR
     several = ("backbone", "data", "clusters", "out")
     flags = {name: value for name, value in common.collect_flags(options).items() if name not in several}
     words = (*recipe.settings, *options.overrides)
-    outside = tuple(options.ood) or recipe.outside
+
+    def outside(name: str) -> tuple[str, ...]:
+        return tuple(options.ood or recipe.outside.get(name, ()))
+
     if options.full and not options.data:
         pattern = (options.backbone or [""])[0]
         if "{set}" not in pattern:
             raise ConfigError("--full needs a backbone for each set: --backbone 'checkpoints/{set}.ckpt'")
         return [
-            DatasetRequest(name, name, {**flags, "backbone": pattern.replace("{set}", name)}, words, outside)
+            DatasetRequest(name, name, {**flags, "backbone": pattern.replace("{set}", name)}, words, outside(name))
             for name in recipe.sets
         ]
     if options.demo:
         from cdc_plugin.config.recipes import demo_settings
 
-        return [DatasetRequest("digits", "digits", {**demo_settings(), **flags}, words, outside)]
+        return [DatasetRequest("digits", "digits", {**demo_settings(), **flags}, words, outside("digits"))]
+    if options.features:
+        name = Path(options.features[0]).stem
+        given = {key: (getattr(options, key) or [None])[0] for key in ("data", "clusters")}
+        return [DatasetRequest(name, None, {**flags, **given}, words, outside(name))]
     missing = [name for name in ("backbone", "data") if not getattr(options, name)]
     if missing:
         raise ConfigError(f"missing --{', --'.join(missing)}; cdc-compare --help shows how a comparison is started")
@@ -171,7 +180,9 @@ def list_sets(options: argparse.Namespace, recipe: TableRecipe) -> list[DatasetR
     if len(set(names)) < count:
         raise ConfigError("--data names the same images twice")
     return [
-        DatasetRequest(name, None, {**flags, "backbone": backbone, "data": data, "clusters": number}, words, outside)
+        DatasetRequest(
+            name, None, {**flags, "backbone": backbone, "data": data, "clusters": number}, words, outside(name)
+        )
         for name, backbone, data, number in zip(names, backbones, options.data, clusters, strict=True)
     ]
 

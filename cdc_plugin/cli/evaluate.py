@@ -40,6 +40,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     parser.add_argument("--compare", nargs="+", metavar="PATH", default=[], help="models to put side by side")
     parser.add_argument("--names", nargs="+", metavar="NAME", default=[], help="what to call the compared models")
     common.add_settings(parser, "data", help="images (default: those that the model was refined on)")
+    common.add_features(parser)
     outside = "images that belong to none of the clusters"
     parser.add_argument("--ood", nargs="+", metavar="PATH_OR_NAME", default=[], help=outside)
     common.add_settings(parser, "labels", help="ignore class sub-folders and label arrays")
@@ -60,7 +61,7 @@ def evaluate_command(arguments: Sequence[str] | None = None) -> None:
         common.start_log(options.quiet)
         from cdc_plugin.evaluation.evaluate import compare, evaluate
 
-        names = ("data", "ood", "out", "overwrite", "head", "format", "arch", "labels", "device")
+        names = ("data", "features", "ood", "out", "overwrite", "head", "format", "arch", "labels", "device")
         how: dict[str, Any] = {name: getattr(options, name) for name in names}
         reports = compare(models, names=options.names, **how) if options.compare else [evaluate(models[0], **how)]
         print(outcome(reports))

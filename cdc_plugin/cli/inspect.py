@@ -25,10 +25,10 @@ def inspect_parser() -> argparse.ArgumentParser:
     about = "Say what a checkpoint is, whether it loads whole, and whether it suits a set of images."
     parser = common.make_parser("cdc-inspect", about, EPILOG)
     parser.set_defaults(device="auto", trust_checkpoint=False)
-    parser.add_argument("checkpoint", metavar="FILE", help="checkpoint, run or result folder, or timm:NAME")
+    parser.add_argument("checkpoint", metavar="FILE", help="checkpoint, folder, timm:NAME or hf-hub:NAME")
     common.add_settings(parser, "data", help="images to try it on (at most 1000 are looked at)")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
-    common.add_settings(parser, "format", "arch", "branch", "head")
+    common.add_settings(parser, "format", "arch", "branch", "head", "pool")
     common.add_settings(parser, "clusters", help="number of clusters of the head that is meant")
     common.add_settings(parser, "device", "trust_checkpoint")
     return parser
@@ -40,7 +40,7 @@ def inspect_command(arguments: Sequence[str] | None = None) -> None:
         from cdc_plugin.evaluation.inspect import inspect
         from cdc_plugin.training.progress import show_progress
 
-        names = ("format", "arch", "branch", "head", "clusters", "trust_checkpoint", "device")
+        names = ("format", "arch", "branch", "head", "clusters", "pool", "trust_checkpoint", "device")
         how = {name: getattr(options, name) for name in names}
         report = inspect(options.checkpoint, options.data, **how, progress=show_progress)
         lines = facts(report) if report["loadable"] else misfits(report)
@@ -121,6 +121,7 @@ def _head_and_branch(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _images(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     skipped = f", {found['skipped']} unreadable" if found["skipped"] else ""
     yield "images", f"{found['count']} looked at from {found['source']}, {found['size']} px{skipped}"
+    yield from (("", f"warning: {text}") for text in found["warnings"])
     if found["settled"]:
         mean, std = (_numbers(found["used"][name]) for name in ("mean", "std"))
         yield "settled", f"{found['settled']}; mean {mean}, std {std}"

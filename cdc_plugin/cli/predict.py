@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.cli import common
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import ConfigError, flatten
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +29,7 @@ EPILOG = """examples:
   cdc-predict --answers check/  # what the answers say of the accuracy
 
 Images of any number are read one chunk after the other. Labels are not looked at.
+In a .csv, names that a spreadsheet would compute or break (=1+1.png) stand behind a ' and are escaped as in JSON.
 Of many images, finished parts are kept beside --out: after a fault the same command continues with the others.
 Several GPUs or machines share the work: torchrun --nproc-per-node 4 -m cdc_plugin predict --model ...
 """
@@ -41,8 +42,11 @@ def predict_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to sort")
     what.add_argument("--model", metavar="DIR", help="result folder of cdc-refine, or a clustering checkpoint")
     common.add_settings(what, "data", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
+    common.add_features(what)
     common.add_settings(what, "head", "device")
-    what.add_argument("--batch-size", type=int, default=256, metavar="B", help="images at once (default 256)")
+    what.add_argument(
+        "--batch-size", type=int, default=256, metavar="B", help="images at once (default 256, fewer large ones)"
+    )
 
     where = parser.add_argument_group("where it goes")
     where.add_argument("--out", metavar="PATH", help="table to write, or a folder where --to or --audit make one")
@@ -66,7 +70,7 @@ def predict_parser() -> argparse.ArgumentParser:
 
 def predict_command(arguments: Sequence[str] | None = None) -> None:
     """Run ``cdc-predict``."""
-    kept = "the same command continues after the last finished part"
+    kept = "finished parts are kept, continue with"
     with common.run_command(predict_parser(), arguments, kept) as options:
         if options.answers is not None:
             _print_answers(options)
@@ -76,14 +80,20 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
         from cdc_plugin.evaluation.models import open_model
         from cdc_plugin.evaluation.predict import prepare
         from cdc_plugin.evaluation.predict_resume import choose_parts_folder, predict_in_parts
-        from cdc_plugin.metrics.confidence import accept_above, accept_to_target
+        from cdc_plugin.metrics.confidence import accept_above, accept_inside, accept_to_target
         from cdc_plugin.training.progress import log, show_progress
         from cdc_plugin.training.runtime import choose_device, init_distributed
 
+        data = options.data
+        if options.features:
+            from cdc_plugin.data.sources.features import describe_features
+
+            data = describe_features(options.features, data, labels=False)
+
         def start() -> tuple[EvaluatedModel, Predictor]:
-            subject = open_model(options.model, head=options.head)
             device = choose_device(options.device)
-            return subject, prepare(subject.model, options.data, device, options.batch_size)
+            subject = open_model(options.model, head=options.head)
+            return subject, prepare(subject.model, data, device, options.batch_size)
 
         folder = choose_parts_folder(Path(options.out))
         with init_distributed() as distributed:
@@ -95,16 +105,16 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
             found = predict_in_parts(predictor, folder, distributed, show_progress)
         if found is None:
             return
-        chosen = None
+        chosen, outlier = None, found.column("outlier")
         if options.min_confidence is not None:
-            chosen = accept_above(found.confidence, options.min_confidence)
+            chosen = accept_inside(outlier, found.confidence, accept_above, options.min_confidence)
         elif options.target_accuracy is not None:
-            chosen = accept_to_target(found.confidence, options.target_accuracy)
+            chosen = accept_inside(outlier, found.confidence, accept_to_target, options.target_accuracy)
         more = {} if chosen is None else {"selected": chosen.mask}
         if options.audit is None:
             _write(options, found, more, folder)
         else:
-            _write_audit(options, found, more)
+            _write_audit(options, found, more, data)
         _print_outcome(found, chosen)
         shutil.rmtree(folder, ignore_errors=True)
         _warn_of_confidence(subject, chosen is not None)
@@ -113,6 +123,8 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
 def _check(options: argparse.Namespace) -> None:
     """Refuse what cannot end well before anything is read."""
     missing = [name for name in ("model", "data", "out") if getattr(options, name) is None]
+    if options.features and "data" in missing:
+        missing.remove("data")
     if missing:
         raise ConfigError(f"missing --{', --'.join(missing)}; cdc-predict --help shows examples")
     for flag, share in (("--min-confidence", options.min_confidence), ("--target-accuracy", options.target_accuracy)):
@@ -131,7 +143,7 @@ def _check(options: argparse.Namespace) -> None:
     from cdc_plugin.evaluation import writers as outputs
 
     options.to = outputs.choose_format(options.to, out, options.overwrite)
-    outputs.check_source(options.to, options.data, out)
+    outputs.check_source(options.to, options.data or options.features[0], out)
 
 
 def _warn_of_confidence(subject: EvaluatedModel, relied_on: bool) -> None:
@@ -152,17 +164,19 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
     out = Path(options.out)
     # Among the parts, where there are some: what a process that is killed meanwhile leaves goes with them.
     among_parts = options.to in ("csv", "parquet") and folder.is_dir()
-    files = outputs.write(options.to, folder / out.name if among_parts else out, found.tables(**more), options.data)
+    files = outputs.write(
+        options.to, folder / out.name if among_parts else out, found.tables(**more), options.data or out
+    )
     if among_parts:
         files = [files[0].replace(out)]
     count, mean = len(found.confidence), common.format_percent(found.confidence.mean())
     print(f"{count:,} image{'s' if count > 1 else ''}, mean confidence {mean} %: {', '.join(map(str, files))}")
-    advice = outputs.explain_import(options.to, out, options.data)
+    advice = outputs.explain_import(options.to, out, options.data or options.features[0])
     if advice is not None:
         print(advice)
 
 
-def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]]) -> None:
+def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]], data: Any) -> None:
     from cdc_plugin.data.stream import read_images
     from cdc_plugin.evaluation.audit.write import write_audit
     from cdc_plugin.evaluation.records import concatenate_tables
@@ -170,7 +184,9 @@ def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str,
     folder = Path(options.out)
     table, source = concatenate_tables(found.tables(**more)), f"{found.source} by {options.model}"
 
-    def read(rows: NDArray[Any]) -> NDArray[Any]:
+    def read(rows: NDArray[Any]) -> Any:
+        if options.features:
+            return [data.picture(place) for place in found.positions[rows]]
         return read_images(options.data, AUDIT_SIDE, found.positions[rows])
 
     files = write_audit(folder, table, options.audit, options.seed, read, source, options.overwrite)
@@ -185,11 +201,13 @@ def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:
     outlier = found.column("outlier")
     if outlier is not None and outlier.any():
         subject = f"{outlier.sum():,} {'image is' if outlier.sum() == 1 else 'images are'}"
-        among = "" if chosen is None else f", {(outlier & chosen.mask).sum():,} of them selected"
+        among = "" if chosen is None else ", none of them selected"
         unlike = f"{subject} unlike those the model was refined on (column outlier){among}"
         print(f"{unlike}; no confidence is to be relied on there")
     for name, reason in found.skipped:
-        print(f"skipped {name}: {reason}", file=sys.stderr)
+        print(flatten(f"skipped {name}: {reason}"), file=sys.stderr)
+    for warning in found.warnings:
+        print(f"warning: {warning['text']}", file=sys.stderr)
 
 
 def _print_answers(options: argparse.Namespace) -> None:

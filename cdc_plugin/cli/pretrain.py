@@ -21,7 +21,7 @@ EPILOG = """examples:
   cdc-pretrain --resume --out runs/moco-cifar10
 
 Any setting can be given as key=value; config.yaml in the result folder names all of them.
-Needs lightly: pip install 'cdc-plugin[pretrain]'. Labels are never used.
+Needs lightly: pip install "cdc-plugin[pretrain]". Labels are never used.
 """
 
 
@@ -48,8 +48,7 @@ def pretrain_parser() -> argparse.ArgumentParser:
 
 def pretrain_command(arguments: Sequence[str] | None = None) -> None:
     """Run ``cdc-pretrain``."""
-    kept = "finished epochs are kept, continue with --resume"
-    with common.run_command(pretrain_parser(), arguments, kept) as options:
+    with common.run_command(pretrain_parser(), arguments, "nothing is kept yet, start again with") as options:
         if options.list_recipes:
             common.list_recipes("pretrain")
             return

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cdc_plugin.cli import common
 
 if TYPE_CHECKING:
+    from cdc_plugin.config.schema import RefineConfig
     from cdc_plugin.evaluation.records import Report
 
 EPILOG = """examples:
@@ -16,6 +19,7 @@ EPILOG = """examples:
   cdc-refine --backbone checkpoint.pth --data photos/ --clusters 10
   cdc-refine --backbone moco_r34.pth --data cifar10 --recipe cifar10 --out runs/cifar10
   cdc-refine --backbone big_vit.pth --arch vit_base_patch16_224 --data photos/ --clusters 20 --freeze-backbone
+  cdc-refine --features clip.npy dino.npy --clusters 10  # embeddings of the same samples, of any kind
   cdc-refine --backbone solo_learn_run/  # data set, paths and statistics come from its args.json
   cdc-refine --backbone scan_model.pth.tar --data cifar10 --init keep  # retrofit an older clustering model
   cdc-refine --resume --out runs/cifar10
@@ -30,13 +34,18 @@ def refine_parser() -> argparse.ArgumentParser:
     about = "Turn a pretrained image backbone into clusters whose confidence matches their accuracy, without labels."
     parser = common.make_parser("cdc-refine", about, EPILOG)
     what = parser.add_argument_group("what to run on")
-    common.add_settings(what, "backbone", "data", "clusters")
+    common.add_settings(what, "backbone")
+    common.add_features(what)
+    common.add_settings(what, "data", "clusters")
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
-    common.add_settings(what, "format", "arch", "branch", "head", "trust_checkpoint", "partial_weights")
+    common.add_settings(what, "format", "arch", "branch", "head", "pool", "trust_checkpoint", "partial_weights")
     common.add_settings(what, "labels", help="ignore class sub-folders and label arrays")
 
     how = parser.add_argument_group("how")
     common.add_settings(how, "init", "mini_clusters", "epochs", "freeze_backbone", "seed", "device")
+    how.add_argument(
+        "--quick", dest="rounds", action="store_const", const=1, help="one round of training, settled or not (rounds=1)"
+    )
     how.add_argument("overrides", nargs="*", metavar="key=value", help="any other setting")
 
     where = parser.add_argument_group("where the results go")
@@ -53,7 +62,7 @@ def refine_parser() -> argparse.ArgumentParser:
 
 def refine_command(arguments: Sequence[str] | None = None) -> None:
     """Run ``cdc-refine``."""
-    with common.run_command(refine_parser(), arguments, "finished epochs are kept, continue with --resume") as options:
+    with common.run_command(refine_parser(), arguments, "nothing is kept yet, start again with") as options:
         if options.list_recipes:
             common.list_recipes("cdc")
             return
@@ -64,7 +73,9 @@ def refine_command(arguments: Sequence[str] | None = None) -> None:
             from cdc_plugin.config.recipes import demo_settings
 
             recipe, flags = recipe or "digits", {**demo_settings(), **flags}
-        request = configure(recipe, flags, options.overrides)
+        request, note = configure(recipe, flags, options.overrides), ""
+        if request.backbone is None and request.data is not None and not options.resume:
+            request, note = take_at_hand(request)
         if options.dry_run:
             from cdc_plugin.config.load import to_yaml
             from cdc_plugin.training.plan import plan_run
@@ -74,6 +85,8 @@ def refine_command(arguments: Sequence[str] | None = None) -> None:
             print("\n".join(f"# {line}" for line in lines))
             return
         common.start_log(options.quiet)
+        if note:
+            logging.getLogger("cdc_plugin").warning("%s", note)
         from cdc_plugin.pipeline import run
 
         report = run(request, resume=options.resume, overwrite=options.overwrite)
@@ -81,9 +94,18 @@ def refine_command(arguments: Sequence[str] | None = None) -> None:
             print(outcome(report))
 
 
+def take_at_hand(request: RefineConfig) -> tuple[RefineConfig, str]:
+    """Return the request with the best backbone of this machine's caches, where none was named, and which it is."""
+    from cdc_plugin.checkpoints.at_hand import choose_at_hand
+
+    chosen, others = choose_at_hand()
+    more = f"; also at hand: {', '.join(others[:5])}" if others else ""
+    return dataclasses.replace(request, backbone=chosen), f"no --backbone is named: taking {chosen}{more}"
+
+
 def outcome(report: Report) -> str:
     """Return the table that a run ends with."""
-    from cdc_plugin.report.words import TITLES
+    from cdc_plugin.report.words import TITLES, describe_interval, describe_spaces
 
     metrics, percent = report.metrics, common.format_percent
     before, after, facts, old = metrics["before"], metrics["after"], metrics["label_free"], metrics.get("old_model")
@@ -96,18 +118,20 @@ def outcome(report: Report) -> str:
     if old is not None:
         title = "in %, start -> end"
         rows.insert(0, ("old model", [percent(old.get(name)) for name in columns]))
+    noun = "samples" if metrics.get("spaces") else "images"
     lines = [
         "",
         *common.format_table(title, columns, rows, 24, 15),
         "",
-        f"{metrics['images']} images in {metrics['clusters']} clusters; expected accuracy "
-        f"{facts['expected_accuracy']:.1%} (mean calibrated confidence), heads agree on {facts['heads_agree']:.1%}",
+        f"{metrics['images']} {noun} in {metrics['clusters']} clusters; expected accuracy "
+        f"{facts['expected_accuracy']:.1%}{describe_interval(facts)}, heads agree on {facts['heads_agree']:.1%}",
     ]
     if old is not None:
         lines.append(
             f"{old['agreement_before']:.1%} of the images start in the old model's cluster, "
             f"{old['agreement_after']:.1%} end there ({old['writer']})"
         )
+    lines += describe_spaces(metrics)
     lines += [f"warning: {warning['text']}" for warning in facts["warnings"]]
     if metrics["skipped"]:
         lines.append(common.describe_unreadable(len(metrics["skipped"])))

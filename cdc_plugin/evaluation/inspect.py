@@ -21,6 +21,7 @@ from cdc_plugin.checkpoints.load import BRANCHES, Loaded, Wanted, formats, load_
 from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.weights import WeightsMismatchError, nearest
 from cdc_plugin.core.random_streams import generator
+from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.data.images import Progress, open_images
 from cdc_plugin.data.views import plain_view, view_settings, weak_view
 from cdc_plugin.errors import DataError, UserError
@@ -79,6 +80,7 @@ class NeighbourComparison:
     words: str
 
 
+@torch_defaults()
 def inspect(
     path: str | Path,
     data: Any = None,
@@ -88,6 +90,7 @@ def inspect(
     branch: str | None = None,
     head: int | None = None,
     clusters: int | None = None,
+    pool: str | None = None,
     trust_checkpoint: bool = False,
     device: str = "auto",
     progress: Progress | None = None,
@@ -102,12 +105,13 @@ def inspect(
     Args:
         path: a checkpoint, a run or result folder, or ``timm:NAME``.
         data: images to try it on, as for `refine`; at most 1000 of them are examined.
-        format, arch, branch, head, clusters: what to load, where the file leaves a choice.
+        format, arch, branch, head, clusters, pool: what to load, where the file leaves a choice.
         trust_checkpoint: open whole pickled networks, which runs their code.
     """
-    wanted = Wanted(arch, branch, head, clusters)
-    report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "inspection", "path": str(path)}
-    report |= {"loadable": False, "error": None}
+    wanted = Wanted(arch, branch, head, clusters, pool=pool)
+    start = {"schema_version": SCHEMA_VERSION, "kind": "inspection", "path": str(path)}
+    report: dict[str, Any] = {**start, "loadable": False, "error": None}
+    chosen = choose_device(device)  # refused before anything is read, and where no image asks for it
     try:
         loaded = load_checkpoint(path, format, wanted, trust_checkpoint)
     except WeightsMismatchError as error:
@@ -143,13 +147,11 @@ def inspect(
         }
     report |= _find_heads(checkpoint, loaded, wanted) | _find_branches(checkpoint, loaded, wanted)
     if data is not None:
-        report["images"] = examine_images(backbone, data, device, progress)
+        report["images"] = examine_images(backbone, data, chosen, progress)
     return report
 
 
-def examine_images(
-    backbone: Backbone, data: Any, device: str = "auto", progress: Progress | None = None
-) -> dict[str, Any]:
+def examine_images(backbone: Backbone, data: Any, device: torch.device, progress: Progress | None) -> dict[str, Any]:
     """Return what images show about a backbone, without labels.
 
     Facts that the checkpoint does not state are inferred first, as at the start of a run; the rest is about the
@@ -159,7 +161,7 @@ def examine_images(
     images = open_images(data, backbone.input_size, labels=False, progress=progress, limit=MOST_IMAGES)
     if len(images) < FEWEST_IMAGES:
         raise DataError(f"{images.source} has {len(images)} readable images; give at least {FEWEST_IMAGES}")
-    backbone.to(choose_device(device), memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    backbone.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     pixels = images.batch(torch.arange(len(images)))
     few = _pick_evenly(pixels, choose_image_count(backbone, pixels))
     unnormalised = dataclasses.replace(view_settings(backbone), mean=(0.0,) * 3, std=(1.0,) * 3)
@@ -173,6 +175,7 @@ def examine_images(
         "count": len(few),
         "size": backbone.input_size,
         "skipped": len(images.skipped),
+        "warnings": [warning["text"] for warning in images.warnings],
         "settled": resolution.reason if resolution.decided else None,
         "used": {"mean": _round(backbone.mean), "std": _round(backbone.std), "spec": backbone.spec},
         "batchnorm": {
@@ -191,12 +194,11 @@ def _pick_evenly(pixels: Tensor, count: int) -> Tensor:
 
 def choose_image_count(backbone: Backbone, pixels: Tensor) -> int:
     """Return how many images the network can process in reasonable time, by a trial: 1000, half, a quarter ..."""
-    settings = view_settings(backbone)
-    few = plain_view(pixels[:8], settings)
+    few = plain_view(pixels[:8].to(backbone.mean.device), view_settings(backbone))
     with torch.no_grad():
-        backbone(few[:1])  # the first pass is slower than later ones
+        backbone(few[:1]).sum().item()  # the first pass is slower than later ones; reading a number awaits its end
         began = time.monotonic()
-        backbone(few)
+        backbone(few).sum().item()
     per_image = (time.monotonic() - began) / len(few)
     count = MOST_IMAGES
     while count // 2 >= SLOW_IMAGES - 2 and 4 * count * per_image > SECONDS:
@@ -206,7 +208,7 @@ def choose_image_count(backbone: Backbone, pixels: Tensor) -> int:
 
 def measure_spread(features: Tensor) -> FeatureSpread:
     """Measure whether features (N, D) distinguish images at all."""
-    rows = features.double()
+    rows = features.cpu().double()
     deviation = rows.std(dim=0)
     values = torch.linalg.svdvals(rows - rows.mean(dim=0)).square()  # eigenvalues of the covariance, but for a factor
     shares = values / values.sum().clamp_min(1e-30)
@@ -256,13 +258,10 @@ def compare_neighbours(
     trained = measure_neighbours(features, views, count)
     random = measure_neighbours(random_features, random_views, count)
     better = trained.kept > BETTER_RATIO * random.kept if len(pixels) >= FEWEST_FOR_VERDICT else None
-    verdict = "too few images to compare with random weights"
-    if better is not None:
-        degree = "" if better else ("hardly " if trained.kept > random.kept else "no ")
-        verdict = f"{degree}better than random weights"
-    words = f"{verdict}: {trained.kept:.0%} against {random.kept:.0%}"
-    comparison = NeighbourComparison(count, trained, random, count / (len(pixels) - 1), better, words)
-    return features.cpu(), comparison
+    degree = "" if better else ("hardly " if trained.kept > random.kept else "no ")
+    verdict = "too few images to compare with" if better is None else f"{degree}better than"
+    words = f"{verdict} random weights: {trained.kept:.0%} against {random.kept:.0%}"
+    return features.cpu(), NeighbourComparison(count, trained, random, count / (len(pixels) - 1), better, words)
 
 
 def build_random_twin(backbone: Backbone, pixels: Tensor) -> Backbone:
@@ -279,11 +278,11 @@ def build_random_twin(backbone: Backbone, pixels: Tensor) -> Backbone:
     twin = Backbone(network, backbone.feature_dim, backbone.mean.tolist(), backbone.std.tolist(), backbone.input_size)
     twin.to(backbone.mean.device)
     layers = [m for m in twin.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # the plain mean over batches
+        layer.train()
     if layers:
-        for layer in layers:
-            layer.reset_running_stats()
-            layer.momentum = None  # the plain mean over batches
-            layer.train()
         with torch.no_grad():
             twin(plain_view(pixels[:BATCH].to(backbone.mean.device), view_settings(backbone)))
     return twin.eval()

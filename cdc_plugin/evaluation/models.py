@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, description_file
 from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
 from cdc_plugin.checkpoints.load_model import build_clusterer, is_result, load_model
+from cdc_plugin.checkpoints.read import find_run
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.data.atomic import read_json_object, read_small_text
 from cdc_plugin.errors import CheckpointError, UserError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.clusterer import Clusterer
@@ -67,7 +70,8 @@ def open_model(
     """Open a model in evaluation mode with the record of its run; refuse what has no clusters (yet)."""
     if isinstance(model, Clusterer):
         return EvaluatedModel("model", None, model.eval(), "the caller")
-    path = Path(model).expanduser()
+    model = find_run(model)
+    path = Path(os.path.expanduser(model))
     if not path.exists() and not str(model).startswith(("timm:", "hf-hub:")):
         names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else []
         near = ", ".join(difflib.get_close_matches(path.name, names, n=3))
@@ -80,9 +84,15 @@ def open_model(
     _refuse_unfinished(path)
     if path.exists() and is_result(path):
         folder = path if path.is_dir() else path.parent
-        warnings = tuple(map(str, _provenance(folder).get("warnings") or ()))
+        warnings = _provenance(folder).get("warnings")
+        told = tuple(map(str, warnings)) if isinstance(warnings, list) else ()
         return EvaluatedModel(
-            _name(folder), str(path), load_model(path), "cdc-refine", read_run(folder), warnings=warnings
+            _name(folder),
+            str(path),
+            load_model(path),
+            "cdc-refine",
+            read_run(folder),
+            warnings=told,
         )
     loaded = load_checkpoint(path if path.exists() else model, format, Wanted(arch, head=head))
     hints = {"--format": format, "--arch": arch, "--head": head}
@@ -98,7 +108,7 @@ def read_run(folder: Path) -> RunRecord | None:
         load_config(folder / CONFIG),
         (folder / CONFIG).read_text(encoding="utf-8"),
         str(_provenance(folder).get("data_digest") or ""),
-        _read_json(folder / REPORT),
+        read_json(folder / REPORT),
         _read_history(folder / HISTORY),
     )
 
@@ -133,7 +143,7 @@ def _refuse_unfinished(folder: Path) -> None:
 
 
 def _provenance(folder: Path) -> dict[str, Any]:
-    provenance = _read_json(description_file(folder)).get("provenance")
+    provenance = read_json(description_file(folder)).get("provenance")
     return provenance if isinstance(provenance, dict) else {}
 
 
@@ -144,17 +154,17 @@ def _name(path: Path) -> str:
     return name or "model"
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object; return an empty one where there is none, as its content is optional."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return read_json_object(file)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _read_history(file: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError):
+        epochs = [json.loads(line) for line in read_small_text(file).splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError):
         return []
+    return [epoch for epoch in epochs if isinstance(epoch, dict)]

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from cdc_plugin.checkpoints.infer.resolve import resolve_input
-from cdc_plugin.data.decode import Pixels
-from cdc_plugin.data.images import ImageSet, Progress, storage_size
+from cdc_plugin.data.images import ImageSet, Progress, find_warnings, storage_size
+from cdc_plugin.data.sources.arrays import fingerprint
+from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.data.stream import CHUNK, ImageStream, open_stream
-from cdc_plugin.data.views import ViewSettings, plain_view, view_settings
+from cdc_plugin.data.views import ViewSettings, channels_last, plain_view, view_settings
 from cdc_plugin.errors import CheckpointError, DataError, UserError, option
 from cdc_plugin.evaluation.records import (
     build_table,
@@ -24,11 +25,14 @@ from cdc_plugin.evaluation.records import (
     compute_prediction_columns,
 )
 from cdc_plugin.models.clusterer import Clusterer
-from cdc_plugin.training.features import head_probabilities
+from cdc_plugin.training.features import head_probabilities, images_per_pass
+from cdc_plugin.training.prepare import check_source
 
 # Images examined before the first prediction: to infer open facts about the input, and only to check known ones.
 INFER_COUNT, CHECK_COUNT = 2048, 64
-INFER_BYTES = 256 * 256 * 256 * 3  # fewer images where they are large
+LARGEST_BATCH = 256 * 256 * 256 * 3  # bytes: fewer images where they are large
+
+MARKS = "marks"  # a column of parts that is not in the table: fingerprints, for blank images and copies
 
 
 class PredictionPart(NamedTuple):
@@ -46,6 +50,7 @@ class Prediction:
     parts: Iterable[PredictionPart]  # in order; iterated several times, and may read each part from disk
     names: Sequence[str]  # of all images of the source, readable or not
     source: str  # a description of where the images came from
+    left_aside: Mapping[str, int]  # number of files that are no images, by extension
 
     def tables(self, **more: NDArray[Any]) -> Iterator[np.recarray]:
         """Yield the table in parts, with more columns (N,) at its end."""
@@ -55,6 +60,7 @@ class Prediction:
             if len(part.positions):
                 end = start + len(part.positions)
                 columns = part.columns | {name: values[start:end] for name, values in more.items()}
+                columns.pop(MARKS, None)
                 yield build_table([self.names[position] for position in part.positions], columns, name_column)
                 start = end
 
@@ -72,6 +78,11 @@ class Prediction:
     def confidence(self) -> NDArray[np.float32]:
         """(N,) calibrated confidence of each image's cluster."""
         return np.concatenate([part.columns["confidence"] for part in self.parts if part.columns])
+
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """What somebody should know about the images themselves."""
+        return find_warnings(self.left_aside, self.column(MARKS), [self.names[place] for place in self.positions])
 
     @cached_property
     def skipped(self) -> list[tuple[str, str]]:
@@ -116,7 +127,9 @@ class Predictor:
 
     def collect(self, parts: Iterable[PredictionPart]) -> Prediction:
         """Return all parts as one prediction; refuse one without a single readable image."""
-        prediction = Prediction(parts, self.stream.source.names, self.stream.description)
+        source = self.stream.source
+        left_aside = source.left_aside if isinstance(source, ImageSource) else {}
+        prediction = Prediction(parts, source.names, source.description, left_aside)
         if len(prediction.positions) == 0:
             name, reason = prediction.skipped[0]
             raise DataError(
@@ -139,23 +152,29 @@ class Predictor:
 
 def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK) -> Predictor:
     """Open what ``open_images`` takes, and infer from some images what the checkpoint left open; changes the model."""
+    check_source(model.backbone, data)
     model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     stream = open_stream(data, storage_size(model.backbone.input_size))
-    model.backbone = resolve_input(model.backbone, _read_sample(model, stream))
+    if stream.side:
+        model.backbone = resolve_input(model.backbone, _read_sample(model, stream))
+        batch_size = min(batch_size, images_per_pass(model.backbone.input_size, device))
     return Predictor(model, stream, view_settings(model.backbone), device, batch_size)
 
 
 @torch.no_grad()
 def _compute_columns(
-    model: Clusterer, squares: Pixels, settings: ViewSettings, device: torch.device
+    model: Clusterer, squares: NDArray[Any], settings: ViewSettings, device: torch.device
 ) -> dict[str, NDArray[Any]]:
-    """Return the columns of the table for a chunk of images (n, S, S, 3)."""
-    views = plain_view(torch.from_numpy(squares).permute(0, 3, 1, 2).to(device), settings)
-    features = model.backbone(views.contiguous(memory_format=torch.channels_last)).float()
+    """Return the columns of the table for a chunk of images (n, S, S, 3), or of vectors (n, D)."""
+    rows = torch.from_numpy(squares).to(device)
+    views = rows if rows.ndim == 2 else plain_view(rows.permute(0, 3, 1, 2), settings)
+    features = model.backbone(channels_last(views)).float()
     calibration = head_probabilities(model.calibration_head, features)
     one_head = model.clustering_head is model.calibration_head
     clustering = calibration if one_head else head_probabilities(model.clustering_head, features)
     columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration))
+    if squares.ndim == 4:
+        columns[MARKS] = fingerprint(squares)
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, features)
     return columns
@@ -163,7 +182,7 @@ def _compute_columns(
 
 def _read_sample(model: Clusterer, stream: ImageStream) -> ImageSet:
     """Return some readable images, evenly spread over the source."""
-    wanted = min(INFER_COUNT, INFER_BYTES // (3 * stream.side**2)) if model.backbone.inferred else CHECK_COUNT
+    wanted = min(INFER_COUNT, LARGEST_BATCH // (3 * stream.side**2)) if model.backbone.inferred else CHECK_COUNT
     positions = torch.linspace(0, len(stream) - 1, min(len(stream), wanted)).long().numpy()
     squares, _ = stream.read(positions)
     if len(squares) == 0:  # all of these are unreadable, but there may be others between them

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from cdc_plugin import __version__
-from cdc_plugin.data.atomic import write_atomically, write_text
+from cdc_plugin.data.atomic import read_json_object, write_atomically, write_text
 from cdc_plugin.data.cache import compute_digest
 from cdc_plugin.data.images import Progress
+from cdc_plugin.data.side import describe_side
 from cdc_plugin.data.sources.arrays import split_rows
 from cdc_plugin.data.sources.base import ImageSource
 from cdc_plugin.data.stream import CHUNK, ImageStream
@@ -147,8 +148,8 @@ class PartFolder:
 
     def _read_inputs(self) -> dict[str, Any]:
         try:
-            return dict(json.loads((self.path / INPUTS).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return read_json_object(self.path / INPUTS)
+        except (OSError, ValueError):
             return {}
 
 
@@ -169,7 +170,7 @@ def _describe_model(model: Clusterer) -> Iterator[str | bytes]:
         tensors |= prototype_tensors(model.prototypes)
     # Networks differ in more than their weights, in a padding for example.
     yield re.sub(r" at 0x[0-9a-f]+", "", repr(model))
-    yield repr((backbone.input_size, backbone.mean.tolist(), backbone.std.tolist()))
+    yield repr((backbone.input_size, describe_side(backbone.input_size), backbone.mean.tolist(), backbone.std.tolist()))
     yield repr([head.spec for head in (model.clustering_head, model.calibration_head)])
     for name, tensor in tensors.items():
         yield name
@@ -178,11 +179,11 @@ def _describe_model(model: Clusterer) -> Iterator[str | bytes]:
 
 def _hash_data(stream: ImageStream) -> str:
     source = stream.source
-    if isinstance(source, ImageSource):
+    if isinstance(source, ImageSource) or source.digest:
         return source.digest
     path = Path(source.description)
     if path.suffix.lower() in (".npy", ".npz") and path.is_file():
         state = path.stat()
         return compute_digest([str(source.shape), str(state.st_size), str(state.st_mtime_ns)])
-    blocks = source.blocks(split_rows(range(len(source)), CHUNK))
+    blocks = source.blocks(source.split(range(len(source)), CHUNK))
     return compute_digest(np.ascontiguousarray(block).tobytes() for block in blocks)

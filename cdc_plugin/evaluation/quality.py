@@ -1,8 +1,7 @@
 """Build the label-free quality card: what can be said about clusters without a single label.
 
 Nothing here sees ground truth, and nothing here measures accuracy: each number is a second opinion on the same
-clusters. Where the opinions differ, the card warns; where they agree, the clusters may still not be the classes that
-a user has in mind.
+clusters. Where all agree, the clusters may still not be the classes that a user has in mind.
 """
 
 import math
@@ -23,13 +22,7 @@ from cdc_plugin.core.selection import select_confident
 
 NEIGHBOURS_AMONG = 5000  # with more images, all pairs take long and give the same figure
 
-# Thresholds of warnings. They are constants: no run sees a label. They were set in development, on 15 runs on digits,
-# Fashion-MNIST and its halves, CIFAR-10 and ten ImageNet classes, with the right and with wrong numbers of clusters,
-# so that all 9 runs whose mean confidence was more than 5 points off the accuracy get a warning; so do 3 others.
-HEADS_APART = 0.05
-KMEANS_ALIKE = 0.85
-AUGMENTED_ALIKE = 0.9
-UNSTABLE = 0.95
+# Thresholds of warnings. They are constants: no run sees a label.
 COLLAPSED, COLLAPSED_OF_TWO = 0.5, 0.95
 HARDLY_USED = 0.1
 TWO_KINDS, ONE_KIND, LEAST_PART = 2.2, 1.5, 0.08
@@ -45,7 +38,7 @@ class Evidence:
     features: Tensor  # (N, D) of all images, or of a sample of them if there are very many
     kmeans: Tensor  # (N,) on these features
     seen: Tensor  # (n,) indices of some images
-    augmented: Tensor  # (n,) clusters that are predicted for an augmented view of them
+    augmented: Tensor | None  # (n,) clusters that are predicted for an augmented view of them, where there are any
     start: Tensor | None = None  # (N,) k-means on the features that a run started from; None if there was no run
     last_epochs: Sequence[Tensor] = ()  # clusters (m,) of the same m images after each of the last epochs
     sample: Tensor | None = None  # (n,) which images the features are of; None for all
@@ -68,12 +61,12 @@ def assess(evidence: Evidence) -> dict[str, Any]:
     sampled = assignment if evidence.sample is None else assignment[evidence.sample]
     subset = torch.linspace(0, len(sampled) - 1, min(NEIGHBOURS_AMONG, len(sampled))).long()
     stability = [(a == b).float().mean().item() for a, b in pairwise(evidence.last_epochs)]
-    start = evidence.start
+    start, again = evidence.start, evidence.augmented
     card: dict[str, Any] = {
         "expected_accuracy": confidence.mean().item(),
         "clustering_confidence": evidence.clustering.max(dim=1).values.mean().item(),
         "heads_agree": (evidence.clustering.argmax(dim=1) == assignment).float().mean().item(),
-        "augmentation_agreement": (assignment[evidence.seen] == evidence.augmented).float().mean().item(),
+        "augmentation_agreement": None if again is None else (assignment[evidence.seen] == again).float().mean().item(),
         "neighbour_consistency": neighbour_consistency(features[subset], sampled[subset]),
         "kmeans_agreement": agreement(assignment, evidence.kmeans, clusters),
         "trusted_share": select_confident(calibration).mask.float().mean().item(),
@@ -84,35 +77,7 @@ def assess(evidence: Evidence) -> dict[str, Any]:
         "largest_cluster_share": (sizes.max() / sizes.sum()).item(),
     }
     warnings = [*_check_sizes(sizes), *_check_kinds(features, sampled, torch.bincount(sampled, minlength=clusters))]
-    doubts = _find_doubts(card, len(assignment), clusters)
-    if any(warning["kind"] == "merged" for warning in warnings):
-        doubts.append("some clusters may contain two kinds of images")
-    if doubts:
-        text = (
-            f"The expected accuracy of {card['expected_accuracy']:.0%} may be off by more than 5 points: "
-            f"{'; '.join(doubts)}. To find out, label some images by hand: cdc-predict --audit 100."
-        )
-        warnings = [_warning("estimate", text), *warnings]
     return card | {"warnings": warnings}
-
-
-def _find_doubts(card: dict[str, Any], image_count: int, clusters: int) -> list[str]:
-    """Return the reasons why the mean confidence may not be the accuracy."""
-    apart = card["clustering_confidence"] - card["expected_accuracy"]
-    features = {"kmeans_agreement": "its features", "start_agreement": "the features before refinement"}
-    doubts = []
-    if abs(apart) > HEADS_APART:
-        doubts.append(f"the mean confidence of the two heads differs by {100 * abs(apart):.0f} points")
-    for name, what in features.items():
-        if card[name] is not None and card[name] < KMEANS_ALIKE:
-            doubts.append(f"k-means on {what} assigns only {card[name]:.0%} of the images to the same cluster")
-    if card["augmentation_agreement"] < AUGMENTED_ALIKE:
-        doubts.append(f"only {card['augmentation_agreement']:.0%} of the images keep their cluster when augmented")
-    if card["stability"] is not None and card["stability"] < UNSTABLE:
-        doubts.append(f"in the last epochs only {card['stability']:.0%} of the images kept their cluster")
-    if image_count < FEW_IMAGES * clusters:
-        doubts.append(f"{image_count} images are few for {clusters} clusters")
-    return doubts
 
 
 def _check_sizes(sizes: Tensor) -> list[dict[str, str]]:
@@ -126,13 +91,13 @@ def _check_sizes(sizes: Tensor) -> list[dict[str, str]]:
             f"Cluster {sizes.argmax().item()} contains {largest:.0%} of all images: the clusters have collapsed, "
             "or the classes are very unbalanced. A better backbone or a lower lr_backbone may help."
         )
-        warnings.append(_warning("collapse", text))
+        warnings.append({"kind": "collapse", "text": text})
     if empty:
         several = "cluster is" if empty == 1 else "clusters are"
-        warnings.append(_warning("empty", f"{empty} {several} empty; try a smaller --clusters."))
+        warnings.append({"kind": "empty", "text": f"{empty} {several} empty: others may hold two kinds."})
     if small:
         verb = "is" if len(small) == 1 else "are"
-        warnings.append(_warning("small", f"{_name_clusters(small)} {verb} nearly empty."))
+        warnings.append({"kind": "small", "text": f"{_name_clusters(small)} {verb} nearly empty."})
     return warnings
 
 
@@ -159,10 +124,11 @@ def _check_kinds(features: Tensor, assignment: Tensor, sizes: Tensor) -> list[di
     warnings = []
     if two_kinds:
         text = f"{_name_clusters(two_kinds)} may contain two kinds of images; a larger --clusters may separate them."
-        warnings.append(_warning("merged", text))
+        warnings.append({"kind": "merged", "text": text})
     if one_kind:
         pairs = _list([f"{a} and {b}" for a, b in sorted(set(one_kind))])
-        warnings.append(_warning("split", f"Clusters {pairs} hardly differ: they may show the same kind of image."))
+        text = f"Clusters {pairs} hardly differ: they may show the same kind of image."
+        warnings.append({"kind": "split", "text": text})
     return warnings
 
 
@@ -173,7 +139,3 @@ def _name_clusters(numbers: list[int]) -> str:
 def _list(names: list[str], most: int = 12) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
-
-
-def _warning(kind: str, text: str) -> dict[str, str]:
-    return {"kind": kind, "text": text}

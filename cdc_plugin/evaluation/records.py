@@ -1,6 +1,5 @@
 """Build the records of a run: report.json and predictions.csv, and the figures in them with and without labels."""
 
-import csv
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,13 +13,16 @@ from torch import Tensor
 from cdc_plugin.config.recipes import DEMO_BACKBONE
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.data.atomic import open_atomically
+from cdc_plugin.data.atomic import join_csv, open_atomically
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row
 from cdc_plugin.training.run_folder import CONFIG
 
 BLOCK = 8192  # rows of a table that are formatted at once
+Probabilities = NDArray[np.float32]
+Integers = NDArray[np.int64]
+Columns = dict[str, NDArray[Any]]
 SCHEMA_VERSION = 1  # of every JSON file that the commands write: raised when a key changes its name or meaning
 
 
@@ -49,29 +51,26 @@ def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
         "labels": labels is not None,
         "units": "fractions of 1; ECE has 15 equal-width bins",
         "skipped": [{"image": name, "reason": reason} for name, reason in images.skipped],
+        "data_warnings": images.warnings,
     }
 
 
 def describe_run(config: RefineConfig, folder: Path) -> dict[str, Any]:
-    """Return what the page says of a run beside its figures: backbone, settings, and the command that repeats it.
-
-    There is no command for arrays and modules that only a Python program can give.
-    """
+    """Return what the page says of a run beside its figures: backbone, settings, and the command that repeats it."""
     backbone = "the embedded one of the demo" if config.backbone == str(DEMO_BACKBONE) else config.backbone
-    in_python = any(value is None or value.startswith("<") for value in (config.backbone, config.data))
+    # There is no command for arrays and modules that only a Python program can give.
+    inputs = (config.backbone, config.data) if not config.features else config.features
+    in_python = any(value is None or value.startswith("<") for value in inputs)
     words = ["cdc-refine", "--recipe", str(folder / CONFIG), "--out", f"{folder}-again"]
     return {
-        "backbone": f"{backbone}{' (frozen)' if config.freeze_backbone else ''}",
+        "backbone": f"{backbone}{' (frozen)' if config.freeze_backbone else ''}" if backbone else "features",
         "settings": (folder / CONFIG).read_text(encoding="utf-8"),
         "command": None if in_python else shlex.join(words),
     }
 
 
 def comparison_record(rows: Sequence[Row], verdicts: Sequence[str], failures: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of the report.json of a comparison of methods.
-
-    A column such as ``AUROC textures`` holds a name that the user has chosen: the record has that name as a value.
-    """
+    """Return the content of the report.json of a comparison of methods."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "method_comparison",
@@ -82,6 +81,7 @@ def comparison_record(rows: Sequence[Row], verdicts: Sequence[str], failures: Ma
 
 
 def _split_values(row: Row) -> dict[str, Any]:
+    # A column such as ``AUROC textures`` holds a name that the user has chosen: the record has that name as a value.
     outside: dict[str, dict[str, Any]] = {}
     own: dict[str, Any] = {}
     for column, value in row.values.items():
@@ -91,33 +91,24 @@ def _split_values(row: Row) -> dict[str, Any]:
 
 
 def measure(
-    clustering: NDArray[np.float32],
-    calibration: NDArray[np.float32],
-    kmeans_labels: NDArray[np.int64],
-    labels: NDArray[np.int64] | None,
+    clustering: Probabilities, calibration: Probabilities, kmeans_labels: Integers, labels: Integers | None
 ) -> dict[str, dict[str, Any]]:
-    """Figures of k-means and both heads: ACC, NMI, ARI and ECE with labels; confidence and sizes always."""
+    """Return figures of k-means and both heads: ACC, NMI, ARI and ECE with labels; confidence and sizes always."""
     clusters = calibration.shape[1]
-    found: dict[str, dict[str, Any]] = {}
-    sizes = np.bincount(kmeans_labels, minlength=clusters)
-    found["kmeans"] = {"cluster_sizes": sizes.tolist()}
+    kmeans: dict[str, Any] = {"cluster_sizes": np.bincount(kmeans_labels, minlength=clusters).tolist()}
     if labels is not None:
-        found["kmeans"] |= {**summary_hard(kmeans_labels, labels, clusters), "ECE": None}
-    found["clustering_head"] = measure_head(clustering, labels)
-    found["calibration_head"] = measure_head(calibration, labels)
-    return found
+        kmeans |= {**summary_hard(kmeans_labels, labels, clusters), "ECE": None}
+    heads = {"clustering_head": clustering, "calibration_head": calibration}
+    return {"kmeans": kmeans, **{name: measure_head(probs, labels) for name, probs in heads.items()}}
 
 
-def measure_head(probs: NDArray[np.float32], labels: NDArray[np.int64] | None) -> dict[str, Any]:
-    """Every figure of one head's probabilities (N, C); without labels those of `summary_unlabelled`."""
+def measure_head(probs: Probabilities, labels: Integers | None) -> dict[str, Any]:
+    """Return every figure of one head's probabilities (N, C); without labels those of `summary_unlabelled`."""
     return summary_unlabelled(probs) if labels is None else summary(probs, labels)
 
 
 def build_prediction_table(
-    names: Sequence[str],
-    clustering: NDArray[np.float32],
-    calibration: NDArray[np.float32],
-    more: Mapping[str, NDArray[Any]] | None = None,
+    names: Sequence[str], clustering: Probabilities, calibration: Probabilities, more: Columns | None = None
 ) -> np.recarray:
     """Build one row per image from the probabilities (N, C) of both heads; ``more`` columns come last.
 
@@ -129,13 +120,8 @@ def build_prediction_table(
     return build_table(names, {**compute_prediction_columns(clustering, calibration), **(more or {})})
 
 
-def compute_prediction_columns(
-    clustering: NDArray[np.float32], calibration: NDArray[np.float32]
-) -> dict[str, NDArray[np.generic]]:
-    """Return the two most likely clusters of the calibration head and the confidences, from probabilities (N, C).
-
-    Of two clusters with the same probability the one with the lower number comes first.
-    """
+def compute_prediction_columns(clustering: Probabilities, calibration: Probabilities) -> Columns:
+    """Return the two most likely clusters, of equal ones the lower number first, and confidences, of rows (N, C)."""
     first_two = np.argsort(-calibration, axis=1, kind="stable")[:, :2]
     probabilities = np.take_along_axis(calibration, first_two, axis=1)
     return {
@@ -147,15 +133,13 @@ def compute_prediction_columns(
     }
 
 
-def compute_outlier_columns(prototypes: Prototypes, features: Tensor) -> dict[str, NDArray[Any]]:
+def compute_outlier_columns(prototypes: Prototypes, features: Tensor) -> Columns:
     """Return how far images with these features (N, D) are from typical ones, and which exceed the limit."""
     distance = prototypes.distance(features).cpu().numpy()
     return {"distance": distance, "outlier": distance > prototypes.limit}
 
 
-def build_table(
-    names: Sequence[str], columns: Mapping[str, NDArray[Any]], name_column: str | None = None
-) -> np.recarray:
+def build_table(names: Sequence[str], columns: Columns, name_column: str | None = None) -> np.recarray:
     """Return names and columns as one table; the first column is called as `choose_name_column` says by default."""
     header = [name_column or choose_name_column(names), *columns]
     return np.rec.fromarrays([np.array(names, dtype=object), *columns.values()], names=header)  # type: ignore[call-overload]
@@ -170,12 +154,6 @@ def choose_name_column(names: Iterable[str]) -> str:
     return "index" if all(name.isdigit() for name in names) else "path"
 
 
-def add_column(table: np.recarray, name: str, values: NDArray[Any]) -> np.recarray:
-    """Return the table with one more column at its end."""
-    columns = table.dtype.names or ()
-    return np.rec.fromarrays([*(table[column] for column in columns), values], names=[*columns, name])  # type: ignore[call-overload]
-
-
 def concatenate_tables(tables: Iterable[np.recarray]) -> np.recarray:
     """Return tables with the same columns as one."""
     return np.concatenate(list(tables)).view(np.recarray)
@@ -184,20 +162,16 @@ def concatenate_tables(tables: Iterable[np.recarray]) -> np.recarray:
 def write_tables(path: Path, tables: Iterable[np.recarray]) -> None:
     """Write tables with the same columns as one CSV, with one of them in memory at a time.
 
-    It is UTF-8 with a header; numbers have 6 decimals, true and false are 1 and 0.
+    It is UTF-8 with a header; numbers have 6 decimals, true and false are 1 and 0. Names that a spreadsheet would
+    compute, or that hold line breaks or bytes that are not UTF-8, are escaped as `escape_cell` does.
     """
-    with (
-        open_atomically(path) as temporary,
-        # File names need not be valid UTF-8; their bytes are written as they are.
-        open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file,
-    ):
-        writer = csv.writer(file, lineterminator="\n")
+    with open_atomically(path) as temporary, open(temporary, "w", encoding="utf-8", newline="") as file:
         for number, table in enumerate(tables):
             if number == 0:
-                writer.writerow(table.dtype.names or ())
+                file.write(join_csv([table.dtype.names or ()]))
             for start in range(0, len(table), BLOCK):
                 rows = table[start : start + BLOCK].tolist()
-                writer.writerows([_format(value) for value in row] for row in rows)
+                file.write(join_csv([_format(value) for value in row] for row in rows))
 
 
 def _format(value: Any) -> Any:

@@ -21,8 +21,9 @@ from cdc_plugin.errors import OutputError, UserError
 ARGS, RESULTS = "args.json", "cdc"
 # Set by torchrun, Lightning and SLURM; any rank other than 0 means another process is the first.
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID")
-# Of the pretraining's process group, which the refinement must not try to join.
-GROUP = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Of the pretraining's process group, which the refinement must not try to join, and of its restarts.
+GROUP = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_RESTART_COUNT")
+ELASTIC = "TORCHELASTIC_"  # what torchrun's own names begin with
 CLOCK_SLACK = 2.0  # seconds by which the clock of a file system may differ
 
 
@@ -69,7 +70,8 @@ class RefineWhenPretrained(Callback):
         names = itertools.chain([RESULTS], (f"{RESULTS}-{number}" for number in itertools.count(2)))
         results = next(folder / name for name in names if not (folder / name).exists())
         arguments = ["--backbone", str(folder), "--out", str(results), *self.options]
-        environment = {name: value for name, value in os.environ.items() if name not in (*RANKS, *GROUP)}
+        left_out = {*RANKS, *GROUP, *(name for name in os.environ if name.startswith(ELASTIC))}
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
         code = subprocess.run([sys.executable, "-m", "cdc_plugin", *arguments], env=environment, check=False).returncode
         if code:
             message = "cdc-refine ended with exit code %d; the pretraining in %s is complete. To try again: %s"

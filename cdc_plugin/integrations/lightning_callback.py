@@ -22,6 +22,7 @@ from cdc_plugin.integrations.export.base import compute_same_features
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.pipeline import refine
 from cdc_plugin.training.progress import log
+from cdc_plugin.training.runtime import stay_alone
 
 LIBRARIES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -58,7 +59,7 @@ def identify_network(backbone: Backbone) -> Backbone:
         path = Path(scratch) / "weights.pt"
         torch.save({"state_dict": {f"backbone.{name}": value for name, value in module.state_dict().items()}}, path)
         try:
-            loaded = load_backbone(path)
+            loaded = load_backbone(path, input_size=backbone.input_size)
         except UserError:
             return backbone
     if not compute_same_features(backbone, loaded.module):
@@ -130,7 +131,8 @@ class RefineAtEnd:
         try:
             module = copy.deepcopy(self.find_backbone(pl_module))
             backbone = identify_network(wrap_module(module, self.input_size, self.mean, self.std))
-            self.report = refine(backbone, self.data, self.clusters, out=self.out, **self.settings)
+            with stay_alone():  # the other processes of the pretraining do not come here
+                self.report = refine(backbone, self.data, self.clusters, out=self.out, **self.settings)
         except UserError as error:
             log.error("the refinement failed, the pretraining is complete: %s", error)
         except Exception:  # what the caller does after fit, such as saving, must not be lost

@@ -1,7 +1,5 @@
 """Draw charts as inline SVG: reliability (Fig. 1 of the paper), accuracy by coverage, clusters, training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 from cdc_plugin.report.page_data import ClusterFigures
 from cdc_plugin.report.words import SPACE, TARGET, count, known, percent
 
-WIDTH = 320.0
+WIDTH = 320.0  # of every drawing
 LEFT, PLOT_WIDTH = 44.0, 262.0
 TENTHS = [(0.0, "0"), (0.2, "20"), (0.4, "40"), (0.6, "60"), (0.8, "80"), (1.0, "100")]
 CURVE_POINTS = 100
@@ -33,6 +31,110 @@ CURVES = [
     ("largest_cluster", f"Largest cluster, in{SPACE}%", 100.0),
     ("used_clusters", "Clusters with images", 1.0),
 ]
+
+
+def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+    """Return an element; ``class_`` and ``text_anchor`` are written ``class`` and ``text-anchor``, text is escaped."""
+    written = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _value(value))
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), written, join(*children))
+
+
+def join(*parts: Any) -> Markup:
+    return Markup("").join(escape(part) for part in parts)
+
+
+def chart(height: float, title: str, description: str, *children: Any) -> Markup:
+    """Return a drawing that scales with its column; title and description are for those who cannot see it."""
+    box = f"0 0 {WIDTH:g} {height:g}"
+    return tag("svg", tag("title", title), tag("desc", description), *children, class_="chart", viewBox=box, role="img")
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def text(x: float | str, y: float, words: str, anchor: str = "start", class_: str | None = None) -> Markup:
+    return tag("text", words, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def rectangle(x: float, y: float, width: float, height: float, class_: str, hint: str | None = None) -> Markup:
+    """Return a box; ``hint`` is shown where a pointer rests on it."""
+    inside = [] if hint is None else [tag("title", hint)]
+    return tag("rect", *inside, x=x, y=y, width=max(width, 0), height=max(height, 0), class_=class_)
+
+
+def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Return multiples of 1, 2 or 5 times a power of ten, from at most ``low`` to at least ``high``."""
+    if high <= low:
+        margin = abs(low) * 0.1 or 0.5
+        low, high = low - margin, high + margin
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where data lies on the drawing: the box in drawing units, and the values at its edges."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    x_low: float = 0.0
+    x_high: float = 1.0
+    y_low: float = 0.0
+    y_high: float = 1.0
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    def x(self, value: float) -> float:
+        return self.left + self.width * (value - self.x_low) / (self.x_high - self.x_low)
+
+    def y(self, value: float) -> float:
+        return self.bottom - self.height * (value - self.y_low) / (self.y_high - self.y_low)
+
+    def y_axis(self, ticks: list[tuple[float, str]]) -> Markup:
+        """Return grid lines with their labels left of the box."""
+        drawn = []
+        for value, label in ticks:
+            y = self.y(value)
+            drawn += [line(self.left, y, self.right, y, "grid"), text(self.left - 6, y + 4, label, "end")]
+        return join(*drawn)
+
+    def name_y_axis(self, words: str) -> Markup:
+        """Return what the y axis counts, written upwards at the left edge of the drawing."""
+        turned = Markup('<g transform="translate(12.0 {:.1f}) rotate(-90)">{}</g>')
+        return turned.format(self.top + self.height / 2, text(0, 0, words, "middle", "name"))
+
+    def x_axis(self, ticks: list[tuple[float, str]], name: str) -> Markup:
+        """Return the lower edge with its labels, and what it counts."""
+        labels = [text(self.x(value), self.bottom + 15, label, "middle") for value, label in ticks]
+        named = text(self.left + self.width / 2, self.bottom + 31, name, "middle", "name")
+        return join(line(self.left, self.bottom, self.right, self.bottom, "axis"), *labels, named)
+
+    def curve(self, points: Points, class_: str) -> Markup:
+        """Return a line through the points, or a dot where there is one only."""
+        if len(points) == 1:
+            return tag("circle", cx=self.x(points[0][0]), cy=self.y(points[0][1]), r=3.5, class_=f"{class_} dot")
+        path = " ".join(f"{_value(self.x(x))},{_value(self.y(y))}" for x, y in points)
+        return tag("polyline", points=path, class_=class_)
+
+
+def _value(value: Any) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
@@ -65,7 +167,7 @@ def reliability_diagram(title: str, figures: dict[str, Any]) -> Markup:
     ]
     means = f"Mean confidence {percent(confidence)}, accuracy {percent(accuracy)}"
     description = f"{means}, expected calibration error {ece}."
-    return chart(WIDTH, lower.bottom + 38, f"Reliability diagram: {title}", description, *drawn)
+    return chart(lower.bottom + 38, f"Reliability diagram: {title}", description, *drawn)
 
 
 def density_chart(title: str, figures: dict[str, Any]) -> Markup:
@@ -76,7 +178,7 @@ def density_chart(title: str, figures: dict[str, Any]) -> Markup:
     average = line(frame.x(mean), frame.top, frame.x(mean), frame.bottom, "mean-confidence")
     description = f"Mean confidence {percent(mean)}. Accuracy is not known: there are no labels."
     axis = frame.x_axis(TENTHS, "confidence in %")
-    return chart(WIDTH, 178, f"Confidence: {title}", description, _density(frame, counts), average, axis)
+    return chart(178, f"Confidence: {title}", description, _density(frame, counts), average, axis)
 
 
 def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
@@ -103,7 +205,7 @@ def right_wrong_histogram(title: str, figures: dict[str, Any]) -> Markup:
         text(frame.left + 8, frame.bottom - 8, f"wrong: {int(wrong.sum()):,}", class_="strong"),
     ]
     description = f"{int(right.sum()):,} images are right, {int(wrong.sum()):,} are wrong."
-    return chart(WIDTH, 218, f"Confidence of right and wrong images: {title}", description, *drawn)
+    return chart(218, f"Confidence of right and wrong images: {title}", description, *drawn)
 
 
 def caution_chart(confidence: NDArray[np.floating], measured: Points | None) -> Markup:
@@ -126,7 +228,7 @@ def caution_chart(confidence: NDArray[np.floating], measured: Points | None) -> 
         frame.name_y_axis("accuracy in %"),
     ]
     description = "; ".join(f"{name} over all images: {percent(points[-1][1])}" for name, points in curves)
-    return chart(WIDTH, 220, "Accuracy among the surest images", description, *drawn)
+    return chart(220, "Accuracy among the surest images", description, *drawn)
 
 
 def _gap(frame: Frame, index: int, bins: int, stated: float, right: float) -> Markup:
@@ -264,110 +366,4 @@ def _curve_chart(title: str, points: Points) -> Markup:
         frame.x_axis([(tick, f"{tick:.0f}") for tick in epochs], "epoch"),
     ]
     description = f"From {values[0]:.4g} in epoch {first:.0f} to {values[-1]:.4g} in epoch {last:.0f}."
-    return chart(WIDTH, CURVE_HEIGHT + 50, title, description, *drawn)
-
-
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
-    """Return an element; ``class_`` and ``text_anchor`` are written ``class`` and ``text-anchor``, text is escaped."""
-    written = Markup("").join(
-        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _value(value))
-        for key, value in attributes.items()
-        if value is not None
-    )
-    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), written, join(*children))
-
-
-def join(*parts: Any) -> Markup:
-    return Markup("").join(escape(part) for part in parts)
-
-
-def chart(width: float, height: float, title: str, description: str, *children: Any) -> Markup:
-    """Return a drawing that scales with its column; title and description are for those who cannot see it."""
-    box = f"0 0 {width:g} {height:g}"
-    return tag("svg", tag("title", title), tag("desc", description), *children, class_="chart", viewBox=box, role="img")
-
-
-def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
-
-
-def text(x: float | str, y: float, words: str, anchor: str = "start", class_: str | None = None) -> Markup:
-    return tag("text", words, x=x, y=y, text_anchor=anchor, class_=class_)
-
-
-def rectangle(x: float, y: float, width: float, height: float, class_: str, hint: str | None = None) -> Markup:
-    """Return a box; ``hint`` is shown where a pointer rests on it."""
-    inside = [] if hint is None else [tag("title", hint)]
-    return tag("rect", *inside, x=x, y=y, width=max(width, 0), height=max(height, 0), class_=class_)
-
-
-def round_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten, from at most ``low`` to at least ``high``."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError("ticks need finite limits")
-    if high <= low:
-        margin = abs(low) * 0.1 or 0.5
-        low, high = low - margin, high + margin
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [index * step for index in range(first, last + 1)]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where data lies on the drawing: the box in drawing units, and the values at its edges."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    x_low: float = 0.0
-    x_high: float = 1.0
-    y_low: float = 0.0
-    y_high: float = 1.0
-
-    @property
-    def bottom(self) -> float:
-        return self.top + self.height
-
-    @property
-    def right(self) -> float:
-        return self.left + self.width
-
-    def x(self, value: float) -> float:
-        return self.left + self.width * (value - self.x_low) / (self.x_high - self.x_low)
-
-    def y(self, value: float) -> float:
-        return self.bottom - self.height * (value - self.y_low) / (self.y_high - self.y_low)
-
-    def y_axis(self, ticks: list[tuple[float, str]]) -> Markup:
-        """Return grid lines with their labels left of the box."""
-        drawn = []
-        for value, label in ticks:
-            y = self.y(value)
-            drawn += [line(self.left, y, self.right, y, "grid"), text(self.left - 6, y + 4, label, "end")]
-        return join(*drawn)
-
-    def name_y_axis(self, words: str) -> Markup:
-        """Return what the y axis counts, written upwards at the left edge of the drawing."""
-        turned = Markup('<g transform="translate(12.0 {:.1f}) rotate(-90)">{}</g>')
-        return turned.format(self.top + self.height / 2, text(0, 0, words, "middle", "name"))
-
-    def x_axis(self, ticks: list[tuple[float, str]], name: str) -> Markup:
-        """Return the lower edge with its labels, and what it counts."""
-        labels = [text(self.x(value), self.bottom + 15, label, "middle") for value, label in ticks]
-        named = text(self.left + self.width / 2, self.bottom + 31, name, "middle", "name")
-        return join(line(self.left, self.bottom, self.right, self.bottom, "axis"), *labels, named)
-
-    def curve(self, points: Points, class_: str) -> Markup:
-        """Return a line through the points, or a dot where there is one only."""
-        if len(points) == 1:
-            return tag("circle", cx=self.x(points[0][0]), cy=self.y(points[0][1]), r=3.5, class_=f"{class_} dot")
-        path = " ".join(f"{_value(self.x(x))},{_value(self.y(y))}" for x, y in points)
-        return tag("polyline", points=path, class_=class_)
-
-
-def _value(value: Any) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return chart(CURVE_HEIGHT + 50, title, description, *drawn)

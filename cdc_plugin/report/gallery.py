@@ -20,6 +20,8 @@ from cdc_plugin.report.words import count, percent, shorten
 
 Integers = NDArray[np.int64]
 Reals = NDArray[np.floating]
+# A reason to look at images: which, scores of all (the higher, the more pressing), and what to say of one.
+Reason = tuple[Integers, Reals, Callable[[int], str]]
 
 SURE = 0.995  # reads as 100 %: nothing to doubt
 LEAST_SECOND = 0.05  # probability of the second cluster from which an image can be borderline
@@ -47,7 +49,7 @@ GOLDEN_RATIO = 0.6180339887498949
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """A small picture: ``uri`` is its content, ``name`` that of the image, ``caption`` what to say below it."""
+    """A small picture: ``uri`` is its content if there is one, ``name`` that of the image, ``caption`` stands below."""
 
     uri: str
     name: str
@@ -95,35 +97,14 @@ class ConfusedPair:
     examples: list[Thumbnail]
 
 
-@dataclass(frozen=True)
-class Reason:
-    """A reason to look at images: which, the more pressing the higher their score, and what to say of one."""
-
-    candidates: Integers
-    score: Reals
-    say: Callable[[int], str]
-
-
 def cluster_cards(page: PageData, clusters: Sequence[ClusterFigures], budget: int = BUDGET) -> list[ClusterCard]:
-    """Return a card for every cluster with images, in order of number.
-
-    Of the bytes of all pictures of the page cards take about three quarters; if clusters are too many, the largest
-    have cards.
-    """
+    """Return a card for every cluster with images, in order of number; of too many clusters for the largest."""
     table = page.table
-    confidence, second, second_confidence = table["confidence"], table["second_cluster"], _second_confidence(page)
+    confidence, second, second_confidence = table["confidence"], table["second_cluster"], table["second_confidence"]
     share = int(CARDS_SHARE * budget)
     filled = [number for number, cluster in enumerate(clusters) if cluster.size]
     each = pictures_per_kind(len(filled), share)
-    chosen = choose_examples(
-        table["cluster"],
-        confidence,
-        second_confidence,
-        len(clusters),
-        each,
-        distance=_column(page, "distance"),
-        fingerprint=lambda index: fingerprint(np.asarray(page.images.images[index])),
-    )
+    chosen = choose_examples(table, len(clusters), each, lambda index: fingerprint(page.images.picture(index)))
     largest = sorted(filled, key=lambda number: -clusters[number].size)[: share // (3 * each * LEAST_BYTES)]
     size = size_within(share, 3 * each * len(largest))
 
@@ -174,15 +155,12 @@ def confused_pairs(page: PageData, limit: int = 12, budget: int = BUDGET) -> lis
 
 
 def look_first(page: PageData, limit: int = 48, budget: int = BUDGET) -> list[tuple[Thumbnail, str, str]]:
-    """Return images that repay a look, each with a shorter name and the reason.
-
-    Reasons take turns, and clusters within a reason; no image comes twice.
-    """
+    """Return images that repay a look, with a shorter name and a reason each; reasons and their clusters take turns."""
     reasons = find_reasons(page)
     cluster = page.table["cluster"]
-    orders = [spread_over_clusters(reason.candidates, reason.score, cluster) for reason in reasons]
+    orders = [spread_over_clusters(candidates, score, cluster) for candidates, score, _ in reasons]
     chosen = take_turns(orders, limit, limit)
-    why = {index: reason.say(index) for reason, indices in zip(reasons, chosen, strict=True) for index in indices}
+    why = {index: say(index) for (_, _, say), indices in zip(reasons, chosen, strict=True) for index in indices}
     turns = sorted((turn, kind, index) for kind, indices in enumerate(chosen) for turn, index in enumerate(indices))
     shown = [index for _, _, index in turns]
     size = size_within(int(LOOK_SHARE * budget), len(shown))
@@ -195,8 +173,8 @@ def find_reasons(page: PageData) -> list[Reason]:
     """Return the reasons: outliers, images torn between two clusters, those that calibration doubts, the least sure."""
     table = page.table
     cluster, confidence, before = table["cluster"], table["confidence"], table["clustering_confidence"]
-    second, second_confidence = table["second_cluster"], _second_confidence(page)
-    outlier, distance = _column(page, "outlier"), _column(page, "distance")
+    second, second_confidence = table["second_cluster"], table["second_confidence"]
+    outlier, distance = _column(table, "outlier"), _column(table, "distance")
     nothing = np.zeros(len(table))
 
     def say_torn(index: int) -> str:
@@ -211,15 +189,12 @@ def find_reasons(page: PageData) -> list[Reason]:
         following = f"cluster {second[index]} comes next with {_chance(second_confidence[index])}"
         return f"among the least sure of cluster {cluster[index]}; {following}"
 
+    far = np.flatnonzero(nothing if outlier is None else outlier)
     return [
-        Reason(
-            np.flatnonzero(nothing if outlier is None else outlier),
-            nothing if distance is None else distance,
-            lambda index: "far from what is typical of any cluster",
-        ),
-        Reason(np.flatnonzero(second_confidence >= TORN), second_confidence - confidence, say_torn),
-        Reason(np.flatnonzero(before - confidence >= DROP), before - confidence, say_dropped),
-        Reason(np.flatnonzero(confidence < UNSURE), -confidence, say_unsure),
+        (far, nothing if distance is None else distance, lambda index: "far from what is typical of any cluster"),
+        (np.flatnonzero(second_confidence >= TORN), second_confidence - confidence, say_torn),
+        (np.flatnonzero(before - confidence >= DROP), before - confidence, say_dropped),
+        (np.flatnonzero(confidence < UNSURE), -confidence, say_unsure),
     ]
 
 
@@ -230,12 +205,8 @@ def pictures_per_kind(clusters: int, budget: int) -> int:
     return max(min(MANY, max(PICTURES // kinds, FEW), affordable), 1)
 
 
-def _column(page: PageData, name: str) -> NDArray[Any] | None:
-    return page.table[name] if name in (page.table.dtype.names or ()) else None
-
-
-def _second_confidence(page: PageData) -> Reals:
-    return page.probs[np.arange(len(page.table)), page.table["second_cluster"]]
+def _column(table: np.recarray, name: str) -> NDArray[Any] | None:
+    return table[name] if name in (table.dtype.names or ()) else None
 
 
 def _chance(probability: float) -> str:
@@ -248,14 +219,7 @@ def _chance(probability: float) -> str:
 
 
 def choose_examples(
-    cluster: Integers,
-    confidence: Reals,
-    second_confidence: Reals,
-    clusters: int,
-    count: int,
-    *,
-    distance: Reals | None = None,
-    fingerprint: Callable[[int], Reals] | None = None,
+    table: np.recarray, clusters: int, count: int, fingerprint: Callable[[int], Reals]
 ) -> list[Examples]:
     """Choose up to ``count`` images of each kind for every cluster.
 
@@ -264,6 +228,8 @@ def choose_examples(
     those that do not read as 100 %. Of a small cluster the two take no more than two thirds, in turn. Typical images
     whose fingerprints agree are near-duplicates: further ones are taken only where there is nothing else.
     """
+    cluster, confidence, second_confidence = table["cluster"], table["confidence"], table["second_confidence"]
+    distance = _column(table, "distance")
     # Steps of the golden ratio jump all over the data, so that equals do not all come from its beginning.
     ties = np.arange(len(cluster)) * GOLDEN_RATIO % 1.0 if distance is None else distance
     typical = _by_cluster(np.lexsort((ties, -np.round(confidence, TIE), cluster)), cluster, clusters)
@@ -334,7 +300,7 @@ def _by_cluster(order: Integers, cluster: Integers, clusters: int) -> list[Integ
     return np.split(order, np.searchsorted(cluster[order], np.arange(1, clusters)))
 
 
-def _distinct(candidates: Iterable[int], count: int, fingerprint: Callable[[int], Reals] | None) -> list[int]:
+def _distinct(candidates: Iterable[int], count: int, fingerprint: Callable[[int], Reals]) -> list[int]:
     """Return the first ``count`` candidates that do not look like one before; the first that do where these run out."""
     chosen: list[int] = []
     alike: list[int] = []
@@ -342,13 +308,12 @@ def _distinct(candidates: Iterable[int], count: int, fingerprint: Callable[[int]
     for looked_at, index in enumerate(candidates):
         if len(chosen) == count or looked_at >= PATIENCE * count:
             break
-        if fingerprint is not None:
-            look = fingerprint(index)
-            if any(np.abs(look - other).mean() < SAME_PICTURE for other in seen):
-                alike.append(index)
-                continue
+        look = fingerprint(index)
+        if any(np.abs(look - other).mean() < SAME_PICTURE for other in seen):
+            alike.append(index)
+        else:
             seen.append(look)
-        chosen.append(index)
+            chosen.append(index)
     return chosen + alike[: count - len(chosen)]
 
 
@@ -389,22 +354,25 @@ def encode(pixels: NDArray[np.uint8], size: ThumbnailSize) -> bytes:
 def make_thumbnails(
     images: ImageSet, indices: Sequence[int], captions: Sequence[str], size: ThumbnailSize
 ) -> list[Thumbnail]:
-    """Make a thumbnail for every index; an image that comes up again is read and encoded once.
-
-    Images are read one at a time, so that a memory map on disk stays there.
-    """
-    uris: dict[int, str] = {}
+    """Make a thumbnail for every index; an image that comes up again is read and encoded once."""
+    uris: dict[int, str] = {}  # one image at a time, so that a memory map on disk stays there
     for index in sorted(set(indices)):
-        data = encode(np.asarray(images.images[index]), size)
-        uris[index] = "data:image/jpeg;base64," + base64.b64encode(data).decode("ascii")
+        pixels = images.picture(index)
+        data = b"" if pixels is None else base64.b64encode(encode(pixels, size))
+        uris[index] = f"data:image/jpeg;base64,{data.decode('ascii')}" if data else ""
     return [
         Thumbnail(uris[index], shorten(images.names[index]), caption)
         for index, caption in zip(indices, captions, strict=True)
     ]
 
 
-def fingerprint(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the brightness of an image (H, W, 3) on 8 x 8 fields, (64,): what two copies of one picture share."""
+def fingerprint(pixels: NDArray[np.uint8] | None) -> NDArray[np.float32]:
+    """Return the brightness of an image (H, W, 3) on 8 x 8 fields, (64,): what two copies of one picture share.
+
+    No number is like those of a sample without a picture.
+    """
+    if pixels is None:
+        return np.full(FINGERPRINT_SIDE**2, np.nan, dtype=np.float32)
     image = Image.fromarray(np.ascontiguousarray(pixels))
     fields = image.resize((FINGERPRINT_SIDE, FINGERPRINT_SIDE), Image.Resampling.BOX, reducing_gap=2.0)
     return np.asarray(fields.convert("L"), dtype=np.float32).ravel()

@@ -8,7 +8,7 @@ from cdc_plugin.metrics.over_seeds import OURS, Row, Value, deviation_words, mea
 from cdc_plugin.report.charts import Frame, chart, join, line, rectangle, round_ticks, tag, text
 from cdc_plugin.report.words import DASH, shorten
 
-WIDTH, LEFT, PLOT_WIDTH, STEP, TOP = 320.0, 134.0, 172.0, 19.0, 6.0
+LEFT, PLOT_WIDTH, STEP, TOP = 134.0, 172.0, 19.0, 6.0
 NUMBERS = 48.0  # room for the figure behind a bar
 CHARACTERS, NATURAL = 22, 18  # names are shortened to this, and squeezed where they have more than that
 CHARACTER = 6.0  # width of one, about: fonts differ
@@ -33,7 +33,7 @@ def dot_panel(title: str, rows: Sequence[Row], column: str, band: tuple[float, f
         value = row.values.get(column)
         drawn += [_name(index, row, name), _dot(frame, index, row, value, _hint(name, column, value))]
     axis = frame.x_axis([(tick / 100, f"{tick:.4g}") for tick in ticks], "%")
-    return chart(WIDTH, frame.bottom + 36, title, _description(rows, column), *drawn, axis)
+    return chart(frame.bottom + 36, title, _description(rows, column), *drawn, axis)
 
 
 def bar_panel(title: str, rows: Sequence[Row], column: str) -> Markup:
@@ -51,7 +51,7 @@ def bar_panel(title: str, rows: Sequence[Row], column: str) -> Markup:
             drawn.append(rectangle(frame.left, middle - 5.5, width, 11, kind, _hint(name, column, value)))
             drawn.append(text(frame.left + width + 5, middle + 4, mean_words(column, value)))
     axis = line(frame.left, frame.top, frame.left, frame.bottom, "axis")
-    return chart(WIDTH, frame.bottom + 6, title, _description(rows, column), *drawn, axis)
+    return chart(frame.bottom + 6, title, _description(rows, column), *drawn, axis)
 
 
 def close_band(rows: Sequence[Row]) -> tuple[float, float] | None:

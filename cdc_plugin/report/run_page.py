@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cdc_plugin import __version__
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.metrics import correct_samples, match_clusters, risk_coverage_curve
-from cdc_plugin.metrics.confidence import accept_to_target
+from cdc_plugin.metrics.confidence import accept_inside, accept_to_target
 from cdc_plugin.report.charts import (
     CURVE_POINTS,
     caution_chart,
@@ -31,14 +31,17 @@ from cdc_plugin.report.words import (
     TITLES,
     before_after_table,
     describe_clusters,
+    describe_interval,
     describe_old_model,
     describe_outliers,
     describe_skipped,
+    describe_spaces,
     headline,
     known,
     outside_rows,
     percent,
     quality_figures,
+    say_samples,
     shorten,
     split_warnings,
     writable,
@@ -94,7 +97,9 @@ def collect_page(
         diagrams = [(TITLES[key], figures) for key, figures in after.items() if key != "kmeans"]
     facts = [
         ("images", f"{metrics['images']:,} from {metrics['data']}{unreadable}"),
+        *(("mind", warning["text"]) for warning in metrics["data_warnings"]),
         ("clusters", str(metrics["clusters"])),
+        *(("space", line) for line in describe_spaces(metrics)),
         *(_describe_model(metrics) if backbone is None else _describe_run(metrics, history, backbone)),
     ]
     return PageData(
@@ -138,7 +143,8 @@ def render_page(page: PageData) -> str:
     """Return the page as text. Everything that comes from names, paths and settings is escaped."""
     images, table, labels = page.images, page.table, page.images.labels
     confidence = table["confidence"]
-    accepted = accept_to_target(np.asarray(confidence, dtype=np.float64), TARGET).mask
+    outlier = table["outlier"] if "outlier" in (table.dtype.names or ()) else None
+    accepted = accept_inside(outlier, np.asarray(confidence, dtype=np.float64), accept_to_target, TARGET).mask
     correct = None if labels is None else correct_samples(table["cluster"], labels, page.probs.shape[1])
     measured = None
     if correct is not None:
@@ -150,7 +156,7 @@ def render_page(page: PageData) -> str:
     about_model, during_training = split_warnings(page.label_free)
     values: dict[str, Any] = {
         "measured_with_labels": labels is not None,
-        "headline": headline(confidence, int(accepted.sum())),
+        "headline": headline(confidence, int(accepted.sum()), describe_interval(page.label_free)),
         "measured": _check_promise(accepted, correct),
         "warnings": about_model,
         "quality": quality_figures(page.label_free),
@@ -190,30 +196,24 @@ def render_page(page: PageData) -> str:
         ("unread", "Unread files", values["skipped"]),
         ("settings", "Settings", values["settings"] or values["command"]),
     ]
-    return render_template("report.html", page.title, page.facts, contents, values)
+    text = render_template("report.html", page.title, page.facts, contents, values)
+    return text if images.picture(0) is not None else say_samples(text)
 
 
 def measure_clusters(page: PageData, correct: NDArray[np.bool_] | None) -> list[ClusterFigures]:
-    """Return size and mean confidence of every cluster and, with labels, the class it stands for and its accuracy.
-
-    A cluster that is empty or is left without a class has neither of the last two.
-    """
+    """Return size and mean confidence of every cluster and, if labels match it with a class, that and its accuracy."""
     cluster, total = page.table["cluster"], page.probs.shape[1]
     labels, names = page.images.labels, page.images.class_names
     sizes = np.bincount(cluster, minlength=total).tolist()
     sums = np.bincount(cluster, weights=page.table["confidence"], minlength=total)
     means = [float(sums[number] / size) if size else None for number, size in enumerate(sizes)]
-    if labels is None or correct is None:
-        return [ClusterFigures(size, mean) for size, mean in zip(sizes, means, strict=True)]
-    figures = []
-    right = np.bincount(cluster, weights=correct, minlength=total)
-    for number, label in enumerate(match_clusters(cluster, labels, total)):
-        size, mean = sizes[number], means[number]
-        if size and (label >= 0 or right[number]):
-            name = names[label] if names and 0 <= label < len(names) else f"class {label}"
-            figures.append(ClusterFigures(size, mean, name, float(right[number] / size)))
-        else:
-            figures.append(ClusterFigures(size, mean))
+    figures = [ClusterFigures(size, mean) for size, mean in zip(sizes, means, strict=True)]
+    if labels is not None and correct is not None:
+        right = np.bincount(cluster, weights=correct, minlength=total)
+        for number, (label, size) in enumerate(zip(match_clusters(cluster, labels, total), sizes, strict=True)):
+            if size and (label >= 0 or right[number]):
+                name = names[label] if names and 0 <= label < len(names) else f"class {label}"
+                figures[number] = ClusterFigures(size, means[number], name, float(right[number] / size))
     return figures
 
 

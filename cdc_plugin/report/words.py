@@ -1,6 +1,7 @@
 """Numbers, tables and sentences as people read them: everything here is text, ready for a page."""
 
 import math
+import numbers
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +21,13 @@ TITLES = {
     "distance": "distance",
     "largest_cluster": "largest cluster",
     "empty_clusters": "empty clusters",
+    "gpu_memory": "GPU memory",
 }
 # Figures in the order of the tables, and which direction is better; base.html explains them.
 MEASURES = {"ACC": "↑", "NMI": "↑", "ARI": "↑", "CONF": "", "ECE": "↓", "AECE": "↓", "CECE": "↓"}
 MEASURES |= {"BRIER": "↓", "NLL": "↓", "AUROC": "↑", "AURC": "↓", "FPR95": "↓"}
+IMAGE = re.compile(r"\b[Ii]mage(?=s?\b)")
+KEPT_WORDS = re.compile(r"(<(?:title|style|bdi|code|pre|dd|h1)\b.*?</\w+>|<[^>]*>)", re.DOTALL)
 SCORES = {"AUROC": "↑", "FPR95": "↓", "AUPR": "↑"}  # of images of another kind
 DASH = "–"
 SPACE = "\u00a0"  # no line break between a number and its unit
@@ -46,7 +50,7 @@ def count(value: int, noun: str) -> str:
 
 def known(value: Any) -> bool:
     """Return whether a number was measured: it is neither None nor NaN nor infinite."""
-    return value is not None and math.isfinite(value)
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def shorten(text: str, length: int = 120) -> str:
@@ -174,10 +178,20 @@ def split_warnings(card: dict[str, Any]) -> tuple[list[str], list[str]]:
     return about_model, during_training
 
 
-def headline(confidence: NDArray[np.floating], accepted: int) -> str:
+def describe_interval(card: dict[str, Any]) -> str:
+    """Return the interval around the expected accuracy, as "(70–86 %)" behind a space; nothing where none is known.
+
+    >>> describe_interval({"expected_low": 0.7, "expected_high": 0.86}).strip().replace(SPACE, " ")
+    '(70–86 %)'
+    """
+    low, high = card.get("expected_low"), card.get("expected_high")
+    return f" ({percent(low, 0).rstrip('%').strip()}–{percent(high, 0)})" if known(low) and known(high) else ""
+
+
+def headline(confidence: NDArray[np.floating], accepted: int, interval: str = "") -> str:
     """Say how many images ``cdc-predict --target-accuracy 0.95`` would accept, and what to expect over all."""
     values = np.asarray(confidence, dtype=np.float64)
-    total, aim, overall = len(values), percent(TARGET, 0), percent(float(values.mean()))
+    total, aim, overall = len(values), percent(TARGET, 0), percent(float(values.mean())) + interval
     if accepted == 0:
         return (
             f"None of the {count(total, 'image')} can be used at {aim} expected accuracy: the surest one has "
@@ -207,6 +221,32 @@ def describe_clusters(clusters: Sequence[ClusterFigures]) -> str:
     if empty:
         named = ", ".join(empty[:20]) + (" and others" if len(empty) > 20 else "")
         said += f" {count(len(empty), 'cluster')} {'is' if len(empty) == 1 else 'are'} empty: {named}."
+    return said
+
+
+def say_samples(page: str) -> str:
+    """Return a page with samples in place of images, but in names, commands and what is no text.
+
+    >>> say_samples("<p title='images'>Two images: <bdi>my image</bdi></p>")
+    "<p title='images'>Two samples: <bdi>my image</bdi></p>"
+    """
+    parts = KEPT_WORDS.split(page)
+    parts[::2] = [IMAGE.sub(lambda found: "sample" if found[0][0] == "i" else "Sample", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def describe_spaces(metrics: dict[str, Any]) -> list[str]:
+    """Return what each of several spaces says alone and, where labels tell, whether they are better side by side."""
+    spaces, kmeans = metrics.get("spaces") or [], metrics["after"]["kmeans"]
+    said = [
+        f"{space['name']}: k-means on it alone agrees with {percent(space['agreement'])} of the clusters"
+        + (f", accuracy {percent(space['ACC'])}" if known(space.get("ACC")) else "")
+        for space in (spaces if len(spaces) > 1 else [])
+    ]
+    if said and known(kmeans.get("ACC")):
+        best = max(space["ACC"] for space in spaces)
+        verdict = "better than" if kmeans["ACC"] > best else "no better than"
+        said.append(f"side by side: accuracy of k-means {percent(kmeans['ACC'])}, {verdict} the best space alone")
     return said
 
 

@@ -45,7 +45,7 @@ class Limit:
         return self.value <= self.bound
 
     def __str__(self) -> str:
-        return f"{self.name:64s} {self.value:9.3f}  limit {self.bound:<6g} {'kept' if self.kept else 'NOT KEPT'}"
+        return f"{self.name:64s} {self.value:9.3f}  limit <= {self.bound:<6g} {'kept' if self.kept else 'NOT KEPT'}"
 
 
 @dataclass

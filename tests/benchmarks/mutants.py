@@ -47,6 +47,7 @@ class Mutant:
 # fmt: off
 KMEANS = "core/test_kmeans.py"
 TRAINING, COLLAPSE, QUALITY = "training/test_mathematics.py", "training/test_collapse.py", "evaluation/test_quality.py"
+REVIEW = "training/test_review.py"
 MUTANTS = [
     # k-means
     Mutant("one iteration only", "core/kmeans.py", "assignment, distance = nearest(points, centers)\n    for _ in range(iterations):", "assignment, distance = nearest(points, centers)\n    for _ in range(1):", KMEANS),
@@ -176,6 +177,14 @@ MUTANTS = [
     Mutant("views ignore the seed", "training/batches.py", "generator(seed, VIEWS, epoch, number)", "generator(0, VIEWS, epoch, number)", TRAINING),
     Mutant("views ignore the epoch", "training/batches.py", "generator(seed, VIEWS, epoch, number)", "generator(seed, VIEWS, 0, number)", TRAINING),
     Mutant("views ignore the number of the batch", "training/batches.py", "generator(seed, VIEWS, epoch, number)", "generator(seed, VIEWS, epoch, 0)", TRAINING),
+    # Rounds (settled, stuck), and the level of the confidence
+    Mutant("rounds: the rates fall over the whole run", "training/refiner.py", "steps, total = self.steps - first * self.steps_per_epoch, (following - first) * self.steps_per_epoch", "steps, total = self.steps, self.settings.epochs * self.steps_per_epoch", REVIEW),
+    Mutant("rounds: never stuck", "training/review.py", "ratio > STUCK", "ratio > 1e9", REVIEW),
+    Mutant("rounds: always stuck", "training/review.py", "ratio > STUCK", "ratio > 0", REVIEW),
+    Mutant("rounds: settled while moving", "training/review.py", "moved < SETTLED", "moved > SETTLED", REVIEW),
+    Mutant("rounds: old moments are kept", "training/steps.py", "optimizer.state.pop(parameter, None)", "pass", REVIEW),
+    Mutant("basins: empty clusters count", "core/kmeans.py", "free = kmeans(points, len(used), generator, starts=starts)", "free = kmeans(points, int(assignment.max()) + 1, generator, starts=starts)", "core/test_kmeans.py"),
+    Mutant("probe: asked of what it has learnt", "core/probe.py", "for learnt, asked in (halves, halves[::-1]):", "for learnt, asked in ((halves[0], halves[0]), (halves[1], halves[1])):", "core/test_probe.py"),
     # The collapse guard: each comparison turned
     Mutant("collapse: nothing is selected", "training/collapse.py", "if now.selected < NOTHING:", "if now.selected > NOTHING:", COLLAPSE),
     Mutant("collapse: nothing was selected before", "training/collapse.py", "before < NOTHING and", "before > NOTHING and", COLLAPSE),
@@ -217,13 +226,6 @@ MUTANTS = [
     Mutant("collapse: two clusters are left", "training/collapse.py", "now.used >= 2", "now.used > 2", COLLAPSE),
     Mutant("collapse: the last epoch", "training/collapse.py", "len(history) >= settings.epochs", "len(history) > settings.epochs", COLLAPSE),
     # The quality card: each comparison turned
-    Mutant("quality: heads apart", "evaluation/quality.py", "abs(apart) > HEADS_APART", "abs(apart) < HEADS_APART", QUALITY),
-    Mutant("quality: the clustering head is surer", "evaluation/quality.py", "if abs(apart) > HEADS_APART", "if apart > HEADS_APART", QUALITY),
-    Mutant("quality: found again", "evaluation/quality.py", "card[name] < KMEANS_ALIKE", "card[name] > KMEANS_ALIKE", QUALITY),
-    Mutant("quality: another view", "evaluation/quality.py", "card[\"augmentation_agreement\"] < AUGMENTED_ALIKE", "card[\"augmentation_agreement\"] > AUGMENTED_ALIKE", QUALITY),
-    Mutant("quality: unstable", "evaluation/quality.py", "card[\"stability\"] < UNSTABLE", "card[\"stability\"] > UNSTABLE", QUALITY),
-    Mutant("quality: few images", "evaluation/quality.py", "image_count < FEW_IMAGES * clusters", "image_count > FEW_IMAGES * clusters", QUALITY),
-    Mutant("quality: exactly few images", "evaluation/quality.py", "image_count < FEW_IMAGES * clusters", "image_count <= FEW_IMAGES * clusters", QUALITY),
     Mutant("quality: empty clusters are small", "evaluation/quality.py", "0 < size <", "0 <= size <", QUALITY),
     Mutant("quality: small", "evaluation/quality.py", "size < HARDLY_USED", "size > HARDLY_USED", QUALITY),
     Mutant("quality: exactly small", "evaluation/quality.py", "size < HARDLY_USED", "size <= HARDLY_USED", QUALITY),

@@ -34,7 +34,8 @@ BENCHMARKS: dict[str, Callable[[Setting], Found]] = {
     "memory": memory,
     "starting": starting,
 }
-SCRIPTS = ("metrics.py", "fuzz_checkpoints.py", "mutants.py", "timm_index.py")  # commands of their own
+# Commands of their own.
+SCRIPTS = ("gpu_check.py", "metrics.py", "batchnorm.py", "fuzz_checkpoints.py", "mutants.py", "timm_index.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

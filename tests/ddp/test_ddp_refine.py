@@ -117,7 +117,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, inputs: Inputs) -> Ended:
     runs = {
         "usual": inputs.words(USUAL),
         "frozen": inputs.words([*USUAL, "freeze_backbone=true"]),
-        "apart": inputs.words([*USUAL, "sync_batchnorm=false"]),
+        "rounds": inputs.words([*USUAL, "epochs=4", "rounds=2"]),
         "stopped": inputs.words(USUAL),
         "resumed": ["--resume"],
         "missing": inputs.words(USUAL, "nowhere.npz"),
@@ -173,12 +173,12 @@ def test_a_frozen_backbone_keeps_its_weights_and_the_heads_are_trained(two, inpu
     assert report["after"]["calibration_head"] != report["before"]["calibration_head"]
 
 
-def test_processes_with_statistics_of_their_own_train_another_network(two):
-    assert two.codes("apart") == {0}
-    apart, usual = (load_file(two.folder / name / "model.safetensors") for name in ("apart", "usual"))
-    assert not torch.equal(apart["backbone.conv1.weight"], usual["backbone.conv1.weight"])
-    assert all(tensor.isfinite().all() for tensor in apart.values())
-    assert len(two.masks("apart")) == 6  # the processes agree all the same: features are gathered
+def test_all_processes_review_a_round_alike(two):
+    assert two.codes("rounds") == {0}
+    two.masks("rounds")  # they agree in every batch after the heads have started again
+    first, last = json.loads((two.folder / "rounds" / "report.json").read_text())["rounds"]
+    assert (first["epoch"], last["epoch"]) == (2, 4)
+    assert first["restarted"]  # the network is random
 
 
 def test_sigterm_in_one_process_saves_the_run_which_resumes_without_loss(two, inputs, tmp_path):

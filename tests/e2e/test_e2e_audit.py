@@ -1,7 +1,6 @@
 """An audit as people do it: draw images, answer them in a browser, have the answers counted."""
 
 import csv
-import shutil
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead
 from tests.helpers.commands import names_in, read_table, refuse, succeed
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRAWN = 12
 
 
@@ -26,18 +24,6 @@ def audit(tmp_path_factory, archive, tiny_checkpoint):
     words = ["predict", "--model", folder, "--data", archive, "--device", "cpu", "--audit", DRAWN]
     words += ["--min-confidence", 0.5, "--out", folder / "check"]
     return folder / "check", words, succeed(*words).stdout
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if program is None:
-        pytest.skip("no Chromium here")
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        yield chromium
-        chromium.close()
 
 
 def test_an_audit_is_two_files_and_is_not_overwritten(audit):

@@ -3,16 +3,14 @@
 import json
 import os
 
-import numpy as np
 import pytest
 import torch
 
 from cdc_plugin.models.architectures import build
 from tests.helpers import commands
 from tests.helpers.commands import run_python
+from tests.helpers.exported_models import SMALL_RESNET18
 
-STEM = {"kernel": 3, "stride": 1, "padding": 1, "pool": False}
-RESNET18 = {"family": "resnet", "block": "basic", "depths": [2] * 4, "widths": [8] * 4, "stem": STEM}
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--epochs", "1"]
 
 
@@ -21,33 +19,9 @@ def succeed(*words) -> str:
 
 
 @pytest.fixture(scope="module")
-def network():
-    """A ResNet-18 of an eighth of the width, its BatchNorm statistics those of noise."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        made, _ = build(RESNET18)
-        made.train()
-        for _ in range(8):
-            made(torch.randn(32, 3, 32, 32))
-    return made.eval()
-
-
-@pytest.fixture(scope="module")
-def scan(tmp_path_factory, network):
-    """What the second stage of SCAN saves: shortcut names, two heads, the better one as a numpy number."""
-    torch.manual_seed(1)
-    state = {f"backbone.{k.replace('downsample', 'shortcut')}": v for k, v in network.state_dict().items()}
-    for number in range(2):
-        state |= {f"cluster_head.{number}.weight": torch.randn(4, 8), f"cluster_head.{number}.bias": torch.randn(4)}
-    path = tmp_path_factory.mktemp("scan") / "model.pth.tar"
-    torch.save({"model": {f"module.{k}": v for k, v in state.items()}, "head": np.int64(1)}, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def retrofitted(tmp_path_factory, scan, archive):
+def retrofitted(tmp_path_factory, scan_checkpoint, archive):
     out = tmp_path_factory.mktemp("retrofit") / "run"
-    table = succeed("refine", "--backbone", scan, "--data", archive, "--out", out, *QUICK)
+    table = succeed("refine", "--backbone", scan_checkpoint, "--data", archive, "--out", out, *QUICK)
     assert "old model" in table
     return out
 
@@ -62,8 +36,8 @@ def test_a_scan_model_is_retrofitted_and_compared_with_what_it_was(retrofitted):
     assert "init: keep" in (retrofitted / "config.yaml").read_text(encoding="utf-8")
 
 
-def test_a_retrofit_without_labels_tells_agreement_and_confidence(scan, archive, tmp_path):
-    words = ["--backbone", scan, "--data", archive, "--no-labels", "--init", "prototypes", "--clusters", 5]
+def test_a_retrofit_without_labels_tells_agreement_and_confidence(scan_checkpoint, archive, tmp_path):
+    words = ["--backbone", scan_checkpoint, "--data", archive, "--no-labels", "--init", "prototypes", "--clusters", 5]
     succeed("refine", *words, "--out", tmp_path / "run", *QUICK)
     old = json.loads((tmp_path / "run" / "report.json").read_text(encoding="utf-8"))["old_model"]
     assert {"CONF", "agreement_before", "agreement_after"} <= set(old)
@@ -81,8 +55,8 @@ from cdc_plugin.cli.refine import refine_command; refine_command()
 """
 
 
-def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_path):
-    words = ["--backbone", scan, "--data", archive, *QUICK[:-1]]
+def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan_checkpoint, archive, tmp_path):
+    words = ["--backbone", scan_checkpoint, "--data", archive, *QUICK[:-1]]
     succeed("refine", *words, 2, "--out", tmp_path / "whole")
     assert run_python("-c", ENDS_AFTER_AN_EPOCH, *words, "2", "--out", tmp_path / "parts").returncode == 9
     succeed("refine", "--resume", "--out", tmp_path / "parts")
@@ -92,12 +66,12 @@ def test_an_interrupted_retrofit_goes_on_with_the_same_heads(scan, archive, tmp_
     assert reports[0]["old_model"] == reports[1]["old_model"]
 
 
-def test_what_cannot_be_kept_is_refused(refuse, scan, archive, tmp_path, tiny_checkpoint):
+def test_what_cannot_be_kept_is_refused(refuse, scan_checkpoint, archive, tmp_path, tiny_checkpoint):
     for backbone, words, reason in (
-        (scan, ["keep", "--clusters", 7], "leave --clusters 7 out"),
+        (scan_checkpoint, ["keep", "--clusters", 7], "leave --clusters 7 out"),
         (tiny_checkpoint, ["keep", "--clusters", 3, "arch=null"], "clustering head"),
-        (scan, ["chance"], "keep"),
-        (scan, ["keep", "--head", 5], "2 clustering heads"),
+        (scan_checkpoint, ["chance"], "keep"),
+        (scan_checkpoint, ["keep", "--head", 5], "2 clustering heads"),
     ):
         given = ["--backbone", backbone, "--data", archive, "--out", tmp_path / "run", "--quiet", "--init", *words]
         assert reason in refuse("refine", *given)
@@ -105,7 +79,7 @@ def test_what_cannot_be_kept_is_refused(refuse, scan, archive, tmp_path, tiny_ch
 
 
 def test_a_run_folder_of_solo_learn_needs_nothing_else_and_its_clusters_go_back(digits, write_images, tmp_path):
-    network, _ = build(RESNET18 | {"widths": [64, 128, 256, 512]})
+    network, _ = build(SMALL_RESNET18)
     photos = write_images(tmp_path / "photos", digits[0][:90], digits[1][:90] % 3)
     run = tmp_path / "trained_models" / "simclr" / "abc"
     run.mkdir(parents=True)
@@ -130,10 +104,10 @@ def test_a_run_folder_of_solo_learn_needs_nothing_else_and_its_clusters_go_back(
     assert (tmp_path / "exported" / "args.json").is_file()
 
 
-def test_inspect_tells_the_head_and_export_what_it_cannot_do(refuse, scan, retrofitted, archive, tmp_path):
-    facts = json.loads(succeed("inspect", scan, "--json"))
+def test_inspect_tells_the_head_and_export_what_it_cannot_do(refuse, scan_checkpoint, retrofitted, archive, tmp_path):
+    facts = json.loads(succeed("inspect", scan_checkpoint, "--json"))
     assert "SCAN" in json.dumps(facts)
-    assert "heads" in succeed("inspect", scan, "--data", archive, "--device", "cpu")
+    assert "heads" in succeed("inspect", scan_checkpoint, "--data", archive, "--device", "cpu")
     # torchvision has no ResNet of this width: the export says so and writes nothing.
     out = tmp_path / "backbone.pth"
     assert "torchvision has no network" in refuse("export", "--model", retrofitted, "--to", "torchvision", "--out", out)
@@ -159,8 +133,8 @@ def test_a_hostile_or_broken_file_is_one_line(refuse, program, tmp_path, archive
     assert not (tmp_path / "o").exists()
 
 
-def test_several_heads_of_which_none_is_the_best_ask_for_a_word(refuse, scan, archive, tmp_path):
-    payload = torch.load(scan, weights_only=False)
+def test_several_heads_of_which_none_is_the_best_ask_for_a_word(refuse, scan_checkpoint, archive, tmp_path):
+    payload = torch.load(scan_checkpoint, weights_only=False)
     torch.save(payload["model"], tmp_path / "heads.pth.tar")
     words = ["--data", archive, "--out", tmp_path / "out"]
     line = refuse("refine", "--backbone", tmp_path / "heads.pth.tar", *words, "--init", "keep", "--quiet")

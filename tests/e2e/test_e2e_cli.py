@@ -87,7 +87,7 @@ def epochs_in(folder) -> list[dict]:
 
 
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(archive, tiny_checkpoint, tmp_path):
-    words = ["--backbone", tiny_checkpoint, "--data", archive, "--clusters", 5, "--epochs", 14, *QUICK]
+    words = ["--backbone", tiny_checkpoint, "--data", archive, "--clusters", 5, "--epochs", 14, "rounds=3", *QUICK]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     succeed("refine", *words, "--out", whole, "--quiet")
     epoch = np.median([record["seconds"] for record in epochs_in(whole)])

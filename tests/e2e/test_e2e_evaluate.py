@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.commands import names_in, run_python, succeed
+from tests.helpers.commands import names_in, succeed
 
 FILES = {"report.html", "report.json", "predictions.csv"}
 
@@ -47,7 +47,9 @@ def test_models_are_put_side_by_side_each_with_its_own_report(scan_checkpoint, p
     assert "ACC" not in done.stdout
 
 
-def test_mistakes_are_told_in_one_line_and_leave_nothing(scan_checkpoint, tiny_checkpoint, photos, tmp_path):
+def test_mistakes_are_told_in_one_line_and_leave_nothing(
+    scan_checkpoint, tiny_checkpoint, photos, tmp_path, monkeypatch, refuse
+):
     (tmp_path / "empty").mkdir()
     (tmp_path / "three").mkdir()
     (tmp_path / "unfinished").mkdir()
@@ -65,21 +67,7 @@ def test_mistakes_are_told_in_one_line_and_leave_nothing(scan_checkpoint, tiny_c
         (["--model", scan_checkpoint, "--data", photos / "class 1" / "bröken.png"], "none of the 1 images"),
         (["--model", scan_checkpoint, "--data", photos, "--head", "7"], "2 clustering heads"),
     ]
-    # All in one process: importing torch for each of them takes longer than the checks.
-    program = """
-import json, sys
-from cdc_plugin.cli.evaluate import evaluate_command
-for words in json.loads(sys.argv[1]):
-    try:
-        evaluate_command([*words, "--quiet", "--device", "cpu"])
-    except SystemExit as end:
-        print(end.code)
-"""
-    done = run_python("-c", program, json.dumps([words for words, _ in cases], default=str), cwd=tmp_path)
-    lines = done.stderr.splitlines()
-    assert done.stdout.split() == ["2"] * len(cases), done.stderr
-    assert len(lines) == len(cases), done.stderr
-    for line, (_, reason) in zip(lines, cases, strict=True):
-        assert line.startswith("cdc-evaluate: error: ")
-        assert reason in line
+    monkeypatch.chdir(tmp_path)
+    for words, reason in cases:
+        assert reason in refuse("evaluate", *words, "--quiet", "--device", "cpu")
     assert names_in(tmp_path) == {"empty", "three", "unfinished"}

@@ -47,18 +47,11 @@ def run_lines(lines):
 
 
 @pytest.fixture(scope="module")
-def small_resnet18(tmp_path_factory):
-    return result_folder(tmp_path_factory.mktemp("run") / "small", SMALL_RESNET18)
-
-
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory):
-    return result_folder(tmp_path_factory.mktemp("run") / "vit", TEST_VIT)
-
-
-@pytest.fixture(scope="module")
-def shufflenet(tmp_path_factory):
-    return result_folder(tmp_path_factory.mktemp("run") / "shufflenet", SHUFFLENET)
+def runs(tmp_path_factory):
+    """Result folders by the name of their network."""
+    folder = tmp_path_factory.mktemp("runs")
+    specs = {"resnet": SMALL_RESNET18, "vit": TEST_VIT, "shufflenet": SHUFFLENET}
+    return {name: result_folder(folder / name, spec) for name, spec in specs.items()}
 
 
 def test_timm_loads_the_folder_in_each_of_its_three_ways(tmp_path):
@@ -74,7 +67,8 @@ def test_timm_loads_the_folder_in_each_of_its_three_ways(tmp_path):
         assert torch.equal(features(network), features(model.backbone))
 
 
-def test_timm_learns_what_no_weight_shows_and_gives_the_backbone_a_new_classifier(vit, tmp_path):
+def test_timm_learns_what_no_weight_shows_and_gives_the_backbone_a_new_classifier(runs, tmp_path):
+    vit = runs["vit"]
     written = export_model(vit, "timm", tmp_path / "out")
     network = run_lines(written.load)
     assert torch.equal(features(network), features(load_model(vit).backbone))
@@ -134,8 +128,8 @@ def test_our_loader_reads_an_export_back_exactly(spec, to, file, tmp_path):
     assert (back.input_size, back.inferred) == (32, ())
 
 
-def test_weights_that_lie_beside_an_export_are_not_taken_for_it(shufflenet, tiny_checkpoint, tmp_path):
-    export_model(shufflenet, "torchvision", tmp_path / "model.pth")
+def test_weights_that_lie_beside_an_export_are_not_taken_for_it(runs, tiny_checkpoint, tmp_path):
+    export_model(runs["shufflenet"], "torchvision", tmp_path / "model.pth")
     (tmp_path / "other.pt").write_bytes(tiny_checkpoint.read_bytes())
     assert load_checkpoint(tmp_path / "other.pt").format == "torchvision"
     assert load_backbone(tmp_path / "other.pt").feature_dim == 8
@@ -163,9 +157,9 @@ def test_solo_learn_gets_a_run_folder_with_the_names_it_expects(spec, tmp_path):
     assert torch.equal(features(network), features(model.backbone))
 
 
-def test_epochs_are_in_the_name_and_a_repeated_export_leaves_one_checkpoint(small_resnet18, tmp_path):
+def test_epochs_are_in_the_name_and_a_repeated_export_leaves_one_checkpoint(runs, tmp_path):
     export_model(clusterer(SMALL_RESNET18), "solo-learn", tmp_path / "run")
-    export_model(small_resnet18, "solo-learn", tmp_path / "run", overwrite=True)
+    export_model(runs["resnet"], "solo-learn", tmp_path / "run", overwrite=True)
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert names == ["args.json", "cdc-resnet18-ep=3.ckpt", "cdc-resnet18-ep=3.json"]
 
@@ -198,8 +192,11 @@ def test_padding_that_solo_learn_would_not_have_is_refused(tmp_path):
     ],
 )
 def test_networks_that_a_library_does_not_have_are_refused(to, spec, reason, tmp_path):
+    out, own = tmp_path / ("r.pth" if to == "torchvision" else "out"), Backbone(OwnNetwork(), 5, MEAN, STD, 32)
     with pytest.raises(UserError, match=f"{to} has no network that computes what the model does.*{reason}"):
-        export_model(clusterer(spec), to, tmp_path / ("r.pth" if to == "torchvision" else "out"))
+        export_model(clusterer(spec), to, out)
+    with pytest.raises(UserError, match=r"a network of the user's own class.*onnx"):
+        export_model(own, to, out)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,40 +219,26 @@ def test_a_guessed_stem_is_not_passed_on_as_a_fact_and_assumed_statistics_stay_a
     assert load_backbone(tmp_path / "out.pth").inferred == ("mean", "std")
 
 
-@pytest.mark.parametrize("to", ["solo-learn", "timm", "torchvision"])
-def test_network_of_a_users_own_class_is_refused(to, tmp_path):
-    model = Backbone(OwnNetwork(), 5, MEAN, STD, 32)
-    with pytest.raises(UserError, match=r"a network of the user's own class.*onnx"):
-        export_model(model, to, tmp_path / ("r.pth" if to == "torchvision" else "out"))
-
-
-def test_torchvision_network_that_a_user_passed_as_an_object_is_recognised(tmp_path):
-    network = models.resnet18()
-    network.fc = nn.Identity()
-    model = Backbone(network, 512, MEAN, STD, 32)
-    export_model(model, "timm", tmp_path / "timm")
-    assert torch.equal(features(load_backbone(tmp_path / "timm")), features(model))
-
-
-def test_nothing_is_replaced_unasked(shufflenet, vit, tmp_path):
+def test_nothing_is_replaced_unasked(runs, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("mine")
     (tmp_path / "r.json").write_text("mine")
     with pytest.raises(UserError, match=r"is not empty \(config.json\).*overwrite=True"):
-        export_model(vit, "timm", tmp_path / "full")
+        export_model(runs["vit"], "timm", tmp_path / "full")
     with pytest.raises(UserError, match=r"r.json already exists.*overwrite=True"):
-        export_model(shufflenet, "torchvision", tmp_path / "r.pth")
+        export_model(runs["shufflenet"], "torchvision", tmp_path / "r.pth")
     assert (tmp_path / "full" / "config.json").read_text() == (tmp_path / "r.json").read_text() == "mine"
-    export_model(shufflenet, "torchvision", tmp_path / "r.pth", overwrite=True)
+    export_model(runs["shufflenet"], "torchvision", tmp_path / "r.pth", overwrite=True)
     assert json.loads((tmp_path / "r.json").read_text())["weights"] == "r.pth"
 
 
-def test_results_of_a_run_are_never_replaced(shufflenet):
-    before = sorted(path.name for path in shufflenet.iterdir())
-    for to, out in (("timm", shufflenet), ("torchvision", shufflenet / "model.pth")):
+def test_results_of_a_run_are_never_replaced(runs):
+    run = runs["shufflenet"]
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    for to, out in (("timm", run), ("hub", run), ("torchvision", run / "model.pth")):
         with pytest.raises(UserError, match="is a result folder of cdc-refine"):
-            export_model(shufflenet, to, out, overwrite=True)
-    assert sorted(path.name for path in shufflenet.iterdir()) == before
+            export_model(run, to, out, overwrite=True)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -269,21 +252,19 @@ def test_results_of_a_run_are_never_replaced(shufflenet):
         ("keras", "out", "solo-learn, timm, torchvision, onnx"),
     ],
 )
-def test_impossible_outputs_are_refused(to, out, message, vit, tmp_path):
+def test_impossible_outputs_are_refused(to, out, message, runs, tmp_path):
     (tmp_path / "file.txt").write_text("mine")
     with pytest.raises(UserError, match=message):
-        export_model(vit, to, tmp_path / out)
+        export_model(runs["vit"], to, tmp_path / out)
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 
 
-def test_command_names_the_files_and_how_to_load_them_and_refuses_in_one_line(
-    vit, small_resnet18, tmp_path, capsys, refuse
-):
+def test_command_names_the_files_and_how_to_load_them_and_refuses_in_one_line(runs, tmp_path, capsys, refuse):
     assert tuple(exports.TARGETS) == TARGETS
-    export_command(["--model", str(vit), "--to", "timm", "--out", str(tmp_path / "out")])
+    export_command(["--model", str(runs["vit"]), "--to", "timm", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr()
     assert "test_vit for timm" in printed.out
     assert f'timm.create_model("local-dir:{tmp_path / "out"}", pretrained=True)' in printed.out
     assert printed.err == ""
-    line = refuse("export", "--model", small_resnet18, "--to", "timm", "--out", tmp_path / "other")
+    line = refuse("export", "--model", runs["resnet"], "--to", "timm", "--out", tmp_path / "other")
     assert line.startswith("cdc-export: error: timm has no network")

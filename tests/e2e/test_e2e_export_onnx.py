@@ -12,6 +12,7 @@ from cdc_plugin.integrations.export import export_model
 from cdc_plugin.integrations.export import onnx as onnx_export
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import CosineHead, LayeredHead
+from tests.helpers.commands import names_in
 from tests.helpers.exported_models import MEAN, STD, TEST_VIT, TINY_RESNET, OwnNetwork, mlp_head, result_folder
 
 # One block of each kind: translating a network takes a second a block.
@@ -28,7 +29,7 @@ def own():
 def test_missing_onnx_packages_are_named_with_what_to_type(own, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setattr(onnx_export, "PACKAGES", ("onnxscript",))
-    with pytest.raises(UserError, match=r"needs onnxscript; type: pip install 'cdc-plugin\[onnx\]'"):
+    with pytest.raises(UserError, match=r"needs onnxscript; type: pip install .cdc-plugin\[onnx\]."):
         export_model(own, "onnx", tmp_path / "m.onnx")
 
 
@@ -41,21 +42,6 @@ def onnx_session(file):
 def _onnx():
     for package in onnx_export.PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
-
-
-def check_what_it_says(file):
-    """Names, shapes and facts that a user of the file needs are in it; the batch is of any size."""
-    import onnx
-
-    session = onnx_session(file)
-    (wanted,) = session.get_inputs()
-    facts = session.get_modelmeta().custom_metadata_map
-    assert (wanted.name, wanted.type, wanted.shape[1:]) == ("images", "tensor(float)", [3, 32, 32])
-    assert isinstance(wanted.shape[0], str)
-    assert [output.name for output in session.get_outputs()] == ["probabilities", "features"]
-    assert (json.loads(facts["mean"]), facts["clusters"], facts["input_size"]) == (MEAN, "4", "32")
-    assert onnx.load(str(file)).opset_import[0].version == onnx_export.OPSET
-    assert sorted(path.name for path in file.parent.iterdir()) == ["m.onnx", "run"]
 
 
 def cosine_head(feature_dim):
@@ -75,6 +61,8 @@ def layered_head(feature_dim):
     ids=["resnet", "vit, cosine head", "convnext, layered head"],
 )
 def test_onnx_export_predicts_for_any_network_head_and_number_of_images(spec, make_head, tmp_path):
+    import onnx
+
     model = load_model(result_folder(tmp_path / "run", spec, make_head))
     export_model(tmp_path / "run", "onnx", tmp_path / "m.onnx")
     session = onnx_session(tmp_path / "m.onnx")
@@ -87,7 +75,14 @@ def test_onnx_export_predicts_for_any_network_head_and_number_of_images(spec, ma
         probabilities, found = session.run(["probabilities", "features"], {"images": pixels[:count].numpy()})
         torch.testing.assert_close(torch.from_numpy(probabilities), wanted[:count], rtol=0, atol=1e-5)
         torch.testing.assert_close(torch.from_numpy(found), wanted_features[:count], rtol=0, atol=1e-4)
-    check_what_it_says(tmp_path / "m.onnx")
+    (images,) = session.get_inputs()  # the batch is of any size
+    assert (images.name, images.type, images.shape[1:]) == ("images", "tensor(float)", [3, 32, 32])
+    assert isinstance(images.shape[0], str)
+    assert [output.name for output in session.get_outputs()] == ["probabilities", "features"]
+    facts = session.get_modelmeta().custom_metadata_map
+    assert (json.loads(facts["mean"]), facts["clusters"], facts["input_size"]) == (MEAN, "4", "32")
+    assert onnx.load(str(tmp_path / "m.onnx")).opset_import[0].version == onnx_export.OPSET
+    assert names_in(tmp_path) == {"m.onnx", "run"}
 
 
 @pytest.mark.usefixtures("_onnx")

@@ -13,7 +13,7 @@ def test_a_run_interrupted_by_the_keyboard_is_resumed_and_its_folder_refined(arc
     words = ["--data", archive, "--method", "byol", "--epochs", 4, "--out", out, *QUICK]
     code, errors = end_when((out / "last.pt").is_file, "pretrain", *words, sign=signal.SIGINT)
     assert code == 130, errors
-    assert "continue with --resume" in errors.splitlines()[-1]
+    assert errors.splitlines()[-1].endswith(f"continue with: cdc-pretrain --resume --out '{out}' device=cpu")
     assert json.loads((out / "model.json").read_text())["provenance"]["epochs"] < 4
 
     done = succeed("pretrain", "--resume", "--out", out, "--quiet")

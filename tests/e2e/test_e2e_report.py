@@ -1,6 +1,5 @@
 """The pages in a real browser: they open quietly, fetch nothing, fit a phone and a desk, and need no script."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +7,10 @@ import pytest
 
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head
+from cdc_plugin.evaluation.records import build_prediction_table, measure_head
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.run_page import render_page
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-CHROMIUM = next((found for name in NAMES if (found := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser: none of {', '.join(NAMES)} is in PATH")
 
 PHONE, DESK = 360, 1280
 LIMIT = 8_000_000  # bytes
@@ -51,7 +45,7 @@ def findings_of(pixels: np.ndarray, labels: np.ndarray | None, clusters: int, na
         rows=[("k-means on the features", {"ACC": 0.5}, {"ACC": 0.6}), ("calibration head", figures, figures)],
         diagrams=[("calibration head", figures), ("clustering head", figures)],
         label_free={**card, "warnings": [{"kind": "empty", "text": "A cluster is empty."}]},
-        table=add_column(build_prediction_table(names, probs, probs), "outlier", np.arange(len(pixels)) < 3),
+        table=build_prediction_table(names, probs, probs, {"outlier": np.arange(len(pixels)) < 3}),
         probs=probs,
         images=ImageSet(pixels, names, labels, skipped=[(name, "truncated")] * 300),
         history=[
@@ -80,14 +74,6 @@ def pages(tmp_path_factory, digits) -> dict[str, Path]:
     models = [{**record, "model": {"name": name, "writer": "SCAN", "path": None}} for name in names]
     write_text(found["comparison"], render_comparison(models))
     return found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as program:
-        opened = program.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(PHONE, "light"), (DESK, "dark")])

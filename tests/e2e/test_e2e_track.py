@@ -6,23 +6,10 @@ from pathlib import Path
 import pytest
 
 from cdc_plugin.cli.refine import refine_command
+from tests.helpers.event_files import scalars
 
 QUICK = ["hidden=16", "batch_size=60", "sub_batch_size=30", "mini_clusters=12", "--device", "cpu", "--quiet"]
 PAST = {"before/calibration_head/CONF", "after/calibration_head/CONF", "label_free/expected_accuracy", "images"}
-
-
-def scalars(folder):
-    """[(tag, step)] of all event files, oldest first."""
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="tensorboardX is not installed")
-    found = []
-    for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
-        content = file.read_bytes()
-        while content:
-            length = int.from_bytes(content[:8], "little")
-            event = event_pb2.Event.FromString(content[12 : 12 + length])
-            found += [(value.tag, event.step) for value in event.summary.value if value.HasField("simple_value")]
-            content = content[16 + length :]
-    return found
 
 
 @pytest.fixture
@@ -48,8 +35,8 @@ def test_a_followed_run_can_be_resumed_with_and_without_its_tracker(words, tmp_p
     refine(*words, "--epochs", 2, "--track", "tensorboard")
     found = scalars(logs)
     assert found[0][0].startswith("train/")
-    assert [step for tag, step in found if tag == "train/clustering_loss"] == [1, 2]
-    assert {tag for tag, step in found if step == 2} >= PAST
+    assert [step for tag, step, _ in found if tag == "train/clustering_loss"] == [1, 2]
+    assert {tag for tag, step, _ in found if step == 2} >= PAST
     assert json.loads((out / "trackers.json").read_text()) == {"tensorboard": {"epoch": 2, "finished": True}}
     refine("--resume", "--out", out, "--quiet", "--track", "tensorboard")  # there is nothing new to tell
     assert scalars(logs) == found
@@ -57,7 +44,7 @@ def test_a_followed_run_can_be_resumed_with_and_without_its_tracker(words, tmp_p
     refine("--resume", "--out", out, "--quiet")  # no file decides where data are sent
     assert len(list(logs.iterdir())) == files == 2
     refine(*words, "--epochs", 1, "--overwrite", "--track", "tensorboard")
-    assert [step for tag, step in scalars(logs) if tag == "train/clustering_loss"] == [1]
+    assert [step for tag, step, _ in scalars(logs) if tag == "train/clustering_loss"] == [1]
 
 
 def test_a_run_that_is_not_followed_leaves_no_trace_of_it(words, tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from cdc_plugin.data.atomic import unescape_cell
 from tests.helpers import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"}
@@ -62,5 +63,5 @@ def names_in(folder) -> set[str]:
 
 
 def read_table(path) -> list[dict[str, str]]:
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-        return list(csv.DictReader(file))
+    with open(path, encoding="utf-8", newline="") as file:
+        return [{name: unescape_cell(cell) for name, cell in row.items()} for row in csv.DictReader(file)]

@@ -12,6 +12,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import epoch  # noqa: E402
+import gpu_check  # noqa: E402
 import material  # noqa: E402
 import measure  # noqa: E402
 import parts  # noqa: E402
@@ -20,6 +21,7 @@ import run  # noqa: E402
 from measure import Found, Limit, Setting, Stopwatch  # noqa: E402
 
 from cdc_plugin.training.refiner import Refiner  # noqa: E402
+from cdc_plugin.training.runtime import choose_device  # noqa: E402
 
 
 @pytest.fixture
@@ -33,6 +35,15 @@ def clock(monkeypatch):
 @pytest.fixture
 def tiny_networks(monkeypatch):
     monkeypatch.setattr(epoch, "resnet18", lambda width=64: material.resnet18(8))
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--device", "gpu"], "'gpu' cannot be used here"), ([], "no GPU")])
+def test_gpu_check_refuses_a_device_that_is_not_there_before_it_checks_anything(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_check, "choose_device", lambda name: choose_device("cpu" if name == "auto" else name))
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main(words)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_time_of_a_nested_section_counts_once(clock):
@@ -79,7 +90,9 @@ def test_a_broken_limit_is_the_exit_code_and_figures_are_in_the_file(value, code
     record = json.loads((tmp_path / "figures.json").read_text())
     assert record["limits_broken"] == code
     assert record["results"]["one"]["limits"][0]["kept"] is (code == 0)
-    assert ("NOT KEPT" in capsys.readouterr().out) is (code == 1)
+    printed = capsys.readouterr().out
+    assert "limit <= 1.25" in printed
+    assert ("NOT KEPT" in printed) is (code == 1)
 
 
 def test_the_list_names_every_benchmark_and_every_script(capsys):

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.errors import DataError
+from cdc_plugin.data.atomic import has_content, unescape_cell
+from cdc_plugin.errors import DataError, shorten
 
 FILE = "audit.csv"
+LARGEST = 1 << 26  # bytes; an audit has at most a thousand lines
 NEEDED = ("id", "cluster", "confidence", "answer", "audit")
 DELIMITERS = ",;\t"
 TRUE_WORDS = {"1", "true", "wahr", "yes"}
@@ -56,21 +58,13 @@ def build_sheet(table: np.recarray, rows: NDArray[np.int64], source: str) -> lis
     return lines
 
 
-def encode_sheet(lines: list[list[str]]) -> bytes:
-    """Return the lines as the content of a CSV file."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    # File names need not be valid UTF-8; their bytes are written as they are.
-    return text.getvalue().encode("utf-8", "surrogateescape")
-
-
 def read_sheet(path: Path) -> Sheet:
     """Read the file as cdc-predict, the page or a spreadsheet wrote it, with any separator, line end and encoding."""
     header, lines = _read_cells(path)
     missing = [name for name in NEEDED if name not in header]
     if missing:
         raise DataError(
-            f"{path} is not an audit: it has no column {missing[0]!r} (found {', '.join(header[:8])}); give the "
+            f"{path} is not an audit: it has no column {missing[0]!r} (found {shorten(header)}); give the "
             f"{FILE} that cdc-predict --audit wrote"
         )
     if not lines:
@@ -105,8 +99,8 @@ def _parse_row(entry: dict[str, str], drawn: int, image_count: int, where: str) 
         in_range = False
     if not in_range:
         raise DataError(
-            f"{where}: expected a cluster number and a confidence from 0 to 1, found {entry['cluster']!r} and "
-            f"{entry['confidence']!r}; change nothing but the answers"
+            f"{where}: expected a cluster number and a confidence from 0 to 1, found {shorten(entry['cluster'])} "
+            f"and {shorten(entry['confidence'])}; change nothing but the answers"
         )
     number = re.fullmatch(r"r(\d+)-[0-9a-f]{4}", row_id)
     if number is None or row_id != _build_id(int(number.group(1)), cluster, drawn, image_count):
@@ -128,6 +122,10 @@ def _read_cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """Return the column names, and every non-empty line with its number."""
     file = path / FILE if path.is_dir() else path
     try:
+        if file.stat().st_size > LARGEST:
+            raise DataError(f"{file} is larger than any audit, {LARGEST >> 20} MB; give the {FILE} of an audit")
+        if not has_content(file):
+            raise DataError(f"{file} is empty or no regular file; give the {FILE} of an audit")
         text = _decode(file.read_bytes(), path)
     except OSError as error:
         raise DataError(f"cannot read {file} ({error.strerror or error}); give the {FILE} of an audit") from error
@@ -142,7 +140,8 @@ def _read_cells(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         raise DataError(f"{path} is empty; {AGAIN}")
     header = [cell.strip().lower() for cell in lines[0][1]]
     # A spreadsheet may drop empty cells at the end of a line.
-    return header, [(number, cells + [""] * (len(header) - len(cells))) for number, cells in lines[1:]]
+    empty = [""] * len(header)
+    return header, [(number, [*map(unescape_cell, cells), *empty[len(cells) :]]) for number, cells in lines[1:]]
 
 
 def _decode(data: bytes, path: Path) -> str:

@@ -1,17 +1,16 @@
 """The folder of an audit: audit.csv, and audit.html with every drawn image beside typical ones of its cluster."""
 
 import base64
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.data.atomic import write_atomically
+from cdc_plugin.data.atomic import escape_cell, join_csv, write_text
 from cdc_plugin.errors import ConfigError, OutputError
 from cdc_plugin.evaluation.audit.sample import draw_rows
-from cdc_plugin.evaluation.audit.sheet import FILE, build_sheet, encode_sheet
+from cdc_plugin.evaluation.audit.sheet import FILE, build_sheet
 
 PAGE = "audit.html"
 MOST = 1000  # more would make the page too large to send, and nobody answers them
@@ -22,7 +21,8 @@ DRAWN_SIDE, TYPICAL_SIDE, SMALLEST_SIDE = 224, 112, 32
 MANY_CLUSTERS = 40
 BLOCK = 512  # images that are in memory at once; each block may read a packed file from its start
 
-Read = Callable[[NDArray[np.int64]], NDArray[np.uint8]]  # from n rows of a table to their pixels (n, S, S, 3)
+# From n rows of a table to their pixels (n, S, S, 3); None for a sample without a picture.
+Read = Callable[[NDArray[np.int64]], Iterable[NDArray[np.uint8] | None]]
 
 
 def check_audit(folder: Path, count: int, overwrite: bool) -> None:
@@ -47,14 +47,14 @@ def write_audit(
     selected = table["selected"] if "selected" in (table.dtype.names or ()) else None
     rows = draw_rows(table["confidence"], selected, count, seed)
     lines = build_sheet(table, rows, source)
-    page = _render_page(table, rows, lines, read, source).encode("utf-8", "replace")
+    page = _render_page(table, rows, lines, read, source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot create the folder {folder}: {error.strerror}; give another --out") from error
-    contents = {folder / FILE: encode_sheet(lines), folder / PAGE: page}
+    contents = {folder / FILE: join_csv(lines), folder / PAGE: page}
     for path, content in contents.items():
-        write_atomically(path, partial(Path.write_bytes, data=content))
+        write_text(path, content)
     return list(contents)
 
 
@@ -66,17 +66,26 @@ def _render_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[s
     shown = 8 if len(asked) <= MANY_CLUSTERS else 5
     # One more than shown: an image is not compared with itself.
     typical = {int(cluster): find_typical_rows(table, int(cluster), shown + 1) for cluster in asked}
-    typical_pictures = _encode_pictures(np.concatenate(list(typical.values())), read, TYPICAL_BUDGET, TYPICAL_SIDE)
+    pictures = _encode_pictures(np.concatenate(list(typical.values())), read, TYPICAL_BUDGET, TYPICAL_SIDE)
     drawn_pictures = _encode_pictures(rows, read, DRAWN_BUDGET, DRAWN_SIDE)
     questions = []
     for row, cluster in zip(rows.tolist(), table["cluster"][rows].tolist(), strict=True):
         others = [other for other in typical[cluster] if other != row]
-        questions.append({"cluster": cluster, "picture": drawn_pictures[row], "typical": others})
+        name = str(table[row][0])
+        questions.append({"cluster": cluster, "picture": drawn_pictures[row], "name": name, "typical": others})
+    names = {row: str(table[row][0]) for row in pictures}  # shown where there is no picture
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text(encoding="utf-8"))
+    escaped = [list(map(escape_cell, line)) for line in lines]
     return template.render(
         source=source.encode("utf-8", "replace").decode("utf-8"),
         images=len(table),
-        content={"shown": shown, "lines": lines, "questions": questions, "pictures": typical_pictures},
+        content={
+            "shown": shown,
+            "lines": escaped,
+            "questions": questions,
+            "pictures": pictures,
+            "names": names,
+        },
     )
 
 
@@ -88,7 +97,7 @@ def find_typical_rows(table: np.recarray, cluster: int, count: int) -> list[int]
 
 
 def _encode_pictures(rows: NDArray[np.int64], read: Read, budget: int, largest: int) -> dict[int, str]:
-    """Return a data URI per row; the more rows, the smaller the pictures."""
+    """Return a data URI per row, empty without a picture; the more rows, the smaller the pictures."""
     # Late: this imports torch, and refusals need none.
     from cdc_plugin.report.gallery import BYTES_PER_PIXEL, HEADER_BYTES, ThumbnailSize, encode
 
@@ -99,5 +108,6 @@ def _encode_pictures(rows: NDArray[np.int64], read: Read, budget: int, largest: 
     for start in range(0, len(rows), BLOCK):
         block = np.sort(rows[start : start + BLOCK])
         for row, pixels in zip(block.tolist(), read(block), strict=True):
-            pictures[row] = "data:image/jpeg;base64," + base64.b64encode(encode(pixels, size)).decode("ascii")
+            data = "" if pixels is None else base64.b64encode(encode(pixels, size)).decode("ascii")
+            pictures[row] = data and f"data:image/jpeg;base64,{data}"
     return pictures

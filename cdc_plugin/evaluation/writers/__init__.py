@@ -56,7 +56,7 @@ def choose_format(to: str | None, out: Path, overwrite: bool) -> str:
     else:
         _check_files(name, out, overwrite)
     if name == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError("--to parquet needs pyarrow: pip install 'cdc-plugin[parquet]', or write a .csv")
+        raise ConfigError('--to parquet needs pyarrow: pip install "cdc-plugin[parquet]", or write a .csv')
     return name
 
 
@@ -70,7 +70,7 @@ def check_source(to: str, source: str | Path, out: Path) -> None:
         raise ConfigError(
             f"--to {to} points to image files and {source} has none; give a folder of images as --data, or write a .csv"
         )
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if to == "folders" and path.is_dir():
         from cdc_plugin.evaluation.writers.folders import check_links
 
@@ -119,7 +119,7 @@ def explain_import(to: str, out: Path, source: str | Path) -> str | None:
 
 def _find_image_folder(source: str | Path) -> Path:
     """Return the absolute folder that names in the table are relative to; for a single image its parent."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     return Path(os.path.abspath(path if path.is_dir() else path.parent))
 
 

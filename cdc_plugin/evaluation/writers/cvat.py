@@ -1,10 +1,9 @@
 """Predictions for CVAT: its own XML, the labels that a task needs for it, and a COCO-style classification CSV.
 
 CVAT does not import a CSV of classes. It imports tags with attributes from "CVAT for images 1.1" (XML); the CSV holds
-the same for tools and scripts that read tables.
+the same for tools and scripts that read tables, with names escaped as in every CSV of this package.
 """
 
-import csv
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from cdc_plugin.data.atomic import write_atomically, write_text
+from cdc_plugin.data.atomic import join_csv, write_text
 from cdc_plugin.evaluation.writers.files import convert_columns, name_clusters
 
 logger = logging.getLogger(__name__)
@@ -101,12 +100,5 @@ def _write_csv(file: Path, paths: list[str], names: list[str], columns: dict[str
     others = [name for name in columns if name not in ("cluster", "confidence")]
     content = [paths, columns["cluster"], [names[cluster] for cluster in columns["cluster"]], columns["confidence"]]
     content += [columns[name] for name in others]
-
-    def write_rows(temporary: Path) -> None:
-        # File names need not be valid UTF-8; their bytes are written as they are, as in every CSV of this package.
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as text:
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(["file_name", "category_id", "category_name", "score", *others])
-            writer.writerows(zip(*content, strict=True))
-
-    write_atomically(file, write_rows)
+    header = ["file_name", "category_id", "category_name", "score", *others]
+    write_text(file, join_csv([header, *zip(*content, strict=True)]))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cdc_plugin.data.atomic import has_content, unescape_cell
 from cdc_plugin.errors import OutputError
 from cdc_plugin.evaluation.writers.files import name_clusters
 
@@ -33,6 +34,8 @@ def check_folder(out: Path, overwrite: bool) -> None:
         raise OutputError(f"--to folders takes the path of a folder, such as --out {out.stem}; found {out.name}")
     if not out.is_dir():
         return
+    if Path.cwd().is_relative_to(os.path.realpath(out)):
+        raise OutputError(f"{out} is or holds the current folder, which would be replaced; give another --out")
     if not overwrite and any(out.iterdir()):
         raise OutputError(f"{out} is not empty; give another --out, or --overwrite to replace an earlier export there")
     foreign = next(_find_foreign(out), None)
@@ -181,13 +184,15 @@ def _find_foreign(out: Path) -> Iterator[Path]:
 
 def _read_listed(out: Path) -> set[str]:
     """Return what ``links.csv`` lists, itself included; nothing where there is no such list."""
+    if not has_content(out / LINKS):  # a pipe would never end
+        return set()
     try:
-        with open(out / LINKS, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        with open(out / LINKS, encoding="utf-8", newline="") as file:
             rows = csv.reader(file)
             if next(rows, [""])[0] != "link":
                 return set()
-            return {LINKS, *(row[0] for row in rows)}
-    except (OSError, csv.Error, IndexError):
+            return {LINKS, *(unescape_cell(row[0]) for row in rows)}
+    except (OSError, ValueError, csv.Error, IndexError):
         return set()
 
 

@@ -1,8 +1,10 @@
 """Write a refined network so that other libraries load it; every export is read back and compared first."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.errors import ConfigError
 from cdc_plugin.integrations.export.base import Export, Source, open_source
 from cdc_plugin.integrations.export.hub import export_hub
@@ -24,6 +26,7 @@ TARGETS: Mapping[str, Callable[[Source, Path, bool], Export]] = {
 }
 
 
+@torch_defaults()
 def export_model(
     model: str | Path | Clusterer | Backbone,
     to: str,
@@ -49,4 +52,4 @@ def export_model(
     """
     if to not in TARGETS:
         raise ConfigError(f"expected a target of {', '.join(TARGETS)}; found {to!r}")
-    return TARGETS[to](open_source(model, format, arch), Path(out).expanduser(), overwrite)
+    return TARGETS[to](open_source(model, format, arch), Path(os.path.expanduser(out)), overwrite)

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.native import VERSION
 from cdc_plugin.checkpoints.load import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.read import find_run
 from cdc_plugin.checkpoints.weights import compare, load_strictly
 from cdc_plugin.data.atomic import write_text
+from cdc_plugin.data.side import write_side
 from cdc_plugin.errors import CheckpointError, OutputError, option
+from cdc_plugin.evaluation.models import read_json
 from cdc_plugin.models.architectures import build, describe, skeleton
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
@@ -58,7 +61,7 @@ class Source:
         """Return mean, std and image size as plain numbers, without float32 noise."""
         backbone = self.backbone
         mean, std = ([round(number, 6) for number in values.tolist()] for values in (backbone.mean, backbone.std))
-        return {"mean": mean, "std": std, "input_size": backbone.input_size}
+        return {"mean": mean, "std": std, **write_side(backbone.input_size)}
 
     def note_assumptions(self) -> tuple[str, ...]:
         """Return a line on what the checkpoint did not state, so that the export assumes it; empty if nothing."""
@@ -80,6 +83,7 @@ def open_source(model: str | Path | Clusterer | Backbone, format: str | None, ar
     elif isinstance(model, Backbone):
         source = Source("the backbone", model.eval())
     else:
+        model = find_run(model)
         loaded = load_checkpoint(model, format, Wanted(arch=arch))
         head = loaded.heads[-1].eval() if loaded.heads else None  # of two, the calibration head comes last
         source = Source(str(model), loaded.backbone.eval(), head, loaded.origin.epoch)
@@ -105,9 +109,10 @@ def find_equal_network(source: Source, specs: Iterable[dict[str, Any]]) -> dict[
 
 
 def random_images(backbone: Backbone, count: int) -> Tensor:
-    """Return images in [0, 1] of the size that the backbone takes."""
+    """Return images in [0, 1] of the size that the backbone takes, or vectors if it takes these."""
     side = backbone.input_size
-    return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(count))
+    shape = (backbone.feature_dim,) if backbone.takes_features else (3, side, side)
+    return torch.rand(count, *shape, generator=torch.Generator().manual_seed(count))
 
 
 @torch.no_grad()
@@ -190,8 +195,5 @@ def remove_earlier(folder: Path, suffix: str, keep: Path) -> None:
 
 
 def _read_description(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and content.get("format") == "cdc_plugin" else {}
+    content = read_json(file)
+    return content if content.get("format") == "cdc_plugin" else {}

@@ -9,11 +9,12 @@ import torch
 
 from cdc_plugin.checkpoints.formats.native import HUB_DESCRIPTION, WEIGHTS, read_description
 from cdc_plugin.checkpoints.load_model import is_result, load_model
+from cdc_plugin.checkpoints.read import payload_fields
 from cdc_plugin.errors import CheckpointError, OutputError, option
+from cdc_plugin.evaluation.models import read_json
 from cdc_plugin.integrations.export import base
 from cdc_plugin.integrations.export.base import Export, Source
-from cdc_plugin.integrations.hub.card import render_card
-from cdc_plugin.integrations.hub.model import CARD, CalibratedClusterer
+from cdc_plugin.integrations.hub.model import CARD, CalibratedClusterer, render_card
 from cdc_plugin.models.clusterer import Clusterer
 
 FILES = (WEIGHTS, HUB_DESCRIPTION, CARD)
@@ -55,11 +56,8 @@ def _open(source: Source) -> tuple[Clusterer, dict[str, Any], dict[str, Any]]:
             f"type: cdc-refine --backbone {source.name}"
         )
     folder = path if path.is_dir() else path.parent
-    try:
-        report = dict(json.loads((folder / "report.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        report = {}
-    return load_model(path), read_description(folder).get("provenance") or {}, report
+    provenance = payload_fields(read_description(folder).get("provenance"))
+    return load_model(path), provenance, read_json(folder / "report.json")
 
 
 @torch.no_grad()

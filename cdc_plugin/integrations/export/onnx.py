@@ -31,7 +31,7 @@ class ImageModel(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.backbone.mean.view(1, 3, 1, 1), self.backbone.std.view(1, 3, 1, 1)
-        features = self.backbone((images - mean) / std)
+        features = self.backbone(images if self.backbone.takes_features else (images - mean) / std)
         if self.head is None:
             return (features,)
         return F.softmax(self.head(features), dim=1), features
@@ -44,7 +44,7 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise ConfigError(f"an ONNX export needs {package}; type: pip install 'cdc-plugin[onnx]'") from error
+            raise ConfigError(f'an ONNX export needs {package}; type: pip install "cdc-plugin[onnx]"') from error
     model = copy.deepcopy(ImageModel(source.backbone, source.head)).cpu().eval()  # the user's may be on a GPU
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     if size > LIMIT:
@@ -53,9 +53,10 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
         )
     names = ("features",) if source.head is None else ("probabilities", "features")
     program = _trace(model, names, source)
+    given, described = _describe_input(source.backbone)
     facts = {
         "producer": "cdc_plugin",
-        "input": "RGB images in [0, 1], float32 (N, 3, S, S); mean and std are inside the graph",
+        "input": f"{described}; mean and std are inside the graph",
         **source.input_facts(),
         "network": source.network,
         "feature_dim": source.backbone.feature_dim,
@@ -72,21 +73,29 @@ def export_onnx(source: Source, out: Path, overwrite: bool) -> Export:
     load = (
         "import onnxruntime",
         f'session = onnxruntime.InferenceSession("{out}")',
-        f'{", ".join(names)}{"," * (len(names) == 1)} = session.run(None, {{"images": images}})'
-        f"  # float32 (N, 3, {source.backbone.input_size}, {source.backbone.input_size}) in [0, 1]",
+        f'{", ".join(names)}{"," * (len(names) == 1)} = session.run(None, {{"{given}": {given}}})  # {described}',
     )
     notes = () if source.head is not None else (f"{source.name} has no clustering head: the graph returns features",)
     return Export((out,), f"ONNX graph, opset {OPSET}", load, (*notes, *source.note_assumptions()))
 
 
+def _describe_input(backbone: Backbone) -> tuple[str, str]:
+    """Return the name of the graph's input, and what it is."""
+    side = backbone.input_size
+    if backbone.takes_features:
+        return "vectors", f"float32 (N, {backbone.feature_dim}), the spaces side by side"
+    return "images", f"RGB images in [0, 1], float32 (N, 3, {side}, {side})"
+
+
 def _trace(model: ImageModel, names: tuple[str, ...], source: Source) -> Any:
+    given, _ = _describe_input(source.backbone)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # the exporter's own, about its internals
             return torch.onnx.export(
                 model,
                 (random_images(source.backbone, 2),),
-                input_names=["images"],
+                input_names=[given],
                 output_names=list(names),
                 dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
                 opset_version=OPSET,
@@ -110,7 +119,7 @@ def _check(path: Path, model: ImageModel, source: Source) -> None:
         images = random_images(source.backbone, batch)
         with torch.no_grad():
             expected = model(images)
-        outputs = session.run(None, {"images": images.numpy()})
+        outputs = session.run(None, {_describe_input(source.backbone)[0]: images.numpy()})
         for tensor, values in zip(expected, outputs, strict=True):
             distance = (torch.from_numpy(values) - tensor).abs().max().item()
             if not distance <= TOLERANCE * max(1.0, tensor.abs().max().item()):

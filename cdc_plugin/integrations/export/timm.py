@@ -42,9 +42,11 @@ def build_config(source: Source, spec: dict[str, Any]) -> dict[str, Any]:
     """Return what timm reads beside the weights: how to build the model, and what its input looks like."""
     network: Any = build(spec)[0]
     facts = source.input_facts()
-    side = facts["input_size"]
+    side, size = facts["input_size"], source.backbone.input_size
     images = {"input_size": [3, side, side], "mean": facts["mean"], "std": facts["std"]}
-    crop = {"interpolation": "bilinear", "crop_pct": side / storage_size(side), "crop_mode": "center"}  # of plain views
+    # Of plain views.
+    crop = {"crop_pct": size / storage_size(size), "interpolation": getattr(size, "resample", "bilinear")}
+    crop |= {"crop_mode": "squash" if getattr(size, "squeezed", False) else "center"}
     kept = {key: network.pretrained_cfg[key] for key in KEPT if network.pretrained_cfg.get(key) is not None}
     return {
         "architecture": spec["name"],

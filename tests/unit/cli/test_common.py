@@ -103,12 +103,15 @@ def test_what_fails_because_it_was_interrupted_is_an_interruption(error, interru
             if error is not None:
                 raise error
 
-    with pytest.raises(SystemExit) as ended, common.run_command(refine_parser(), [], "continue with --resume"):
+    with (
+        pytest.raises(SystemExit) as ended,
+        common.run_command(refine_parser(), ["--data", "my photos"], "continue with"),
+    ):
         interrupted()
     assert ended.value.code == code
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
-    assert line.endswith("continue with --resume")
+    assert line.endswith("continue with: cdc-refine --data 'my photos'")
 
 
 @pytest.fixture
@@ -118,6 +121,14 @@ def library(monkeypatch) -> Mock:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     return found.return_value.mallopt
+
+
+def test_names_that_are_no_text_are_printed_as_they_can_be(library, tmp_path, monkeypatch):
+    with open(tmp_path / "out", "w", encoding="utf-8") as strict:
+        monkeypatch.setattr(sys, "stdout", strict)
+        set_up_process()
+        print("\udcff.png")
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "\\udcff.png\n"
 
 
 def test_waiting_threads_sleep_and_freed_memory_is_kept(library):

@@ -184,6 +184,7 @@ def test_two_wishes_at_once_end_with_code_two(capsys):
 
 def test_places_models_and_data_that_will_not_do_end_with_one_line(refuse, tmp_path, model, photos):
     out = tmp_path / "p.csv"
+    assert r"a\n\x1bb" in refuse("predict", "--model", model, "--data", "a\n\x1bb", "--out", tmp_path / "p.csv")
     assert "is a folder" in refuse("predict", "--model", model, "--data", photos, "--out", tmp_path)
     assert "no folder" in refuse("predict", "--model", model, "--data", photos, "--out", tmp_path / "a" / "b.csv")
     empty = tmp_path / "empty"
@@ -209,12 +210,12 @@ def test_what_the_card_warned_of_is_told_to_those_who_rely_on_confidence(model, 
     assert "warning: when this model was refined: 1 cluster is empty." in capsys.readouterr().err
 
 
-def test_outliers_are_counted_and_those_among_the_selected_too(model, photos, capsys, tmp_path):
+def test_outliers_are_counted_and_never_selected(model, photos, capsys, tmp_path):
     loaded = load_model(model)
     loaded.prototypes = Prototypes(torch.zeros(1, 8), torch.eye(8), limit=0.5)  # unit features lie at distance 1
     loaded.save(model, {})
     lines = sort(
         capsys, "--model", model, "--data", photos, "--out", tmp_path / "a.csv", "--min-confidence", "0.000001"
     )
-    assert any(line.startswith("30 images are unlike") and "30 of them selected" in line for line in lines)
-    assert {row["outlier"] for row in read_table(tmp_path / "a.csv")} == {"1"}
+    assert any(line.startswith("30 images are unlike") and "none of them selected" in line for line in lines)
+    assert {(row["outlier"], row["selected"]) for row in read_table(tmp_path / "a.csv")} == {("1", "0")}

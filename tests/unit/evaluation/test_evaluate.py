@@ -18,7 +18,7 @@ from cdc_plugin.evaluation.evaluate import (
     ModelOutputs,
     compare,
     evaluate,
-    outlier_reference,
+    measure_inside,
     quality_card,
     run_model,
     score_outside,
@@ -73,6 +73,20 @@ def test_a_run_on_its_own_images_gets_the_figures_that_it_reported(finished, tmp
     assert "at the start" in page
 
 
+@pytest.mark.parametrize(
+    "content",
+    [{"label_free": {"warnings": "none"}}, {"label_free": {"warnings": [7]}, "before": "good"}, {"label_free": None}],
+)
+def test_figures_of_a_run_that_are_none_are_left_out(finished, archive, tmp_path, content, caplog):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    (folder / "report.json").write_text(json.dumps({"labels": True, **content}))
+    with caplog.at_level("WARNING", "cdc_plugin"):
+        record = evaluate(folder, archive, out=tmp_path / "out", device="cpu").metrics
+    assert "not as cdc-refine writes it" in caplog.text
+    check_record(record, "evaluation")
+    assert record["before"] is None
+
+
 def test_other_images_are_measured_by_the_prototypes_and_not_compared_with_the_start(finished, tmp_path, digits):
     report = evaluate(finished, digits[0][60:100], out=tmp_path / "new", device="cpu")
     table, prototypes = report.predictions, load_model(finished).prototypes
@@ -124,7 +138,7 @@ def test_outside_images_are_scored_by_both_heads_and_by_distance(finished, tmp_p
 
 
 def test_a_mistyped_outside_set_is_told_before_any_image_is_read(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(assessment, "open_images", lambda *_, **__: pytest.fail("images were read"))
+    monkeypatch.setattr(assessment, "read_images", lambda *_, **__: pytest.fail("images were read"))
     with pytest.raises(UserError, match="nothing at /no/such/place"):
         evaluate(finished, ood=["/no/such/place"], out=tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
@@ -258,7 +272,7 @@ def test_confidence_tells_outside_images_by_pairs_counted_by_hand():
         torch.eye(4), {"clustering_head": sure(0.9, 0.8, 0.9, 0.8), "calibration_head": sure(*[0.9] * 4)}
     )
     outside = ModelOutputs(torch.eye(4)[:2], {"clustering_head": sure(0.6, 0.85), "calibration_head": sure(0.6, 0.9)})
-    scores = score_outside(inside, outside, outlier_reference(inside, None))
+    scores = score_outside(inside, outside, *measure_inside(inside, None))
     assert list(scores) == ["clustering_head", "calibration_head", "distance"]
     assert scores["clustering_head"]["AUROC"] == 0.75  # 0.9 beats both, 0.8 beats 0.6 alone
     assert scores["calibration_head"]["AUROC"] == 0.75  # 0.6 is beaten, 0.9 is a tie
@@ -271,22 +285,26 @@ def test_every_image_is_measured_by_prototypes_of_the_other_half_or_by_given_one
     outputs = build_outputs(features)
     assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
     even, odd = (fit_prototypes(features[start::2], assignment[start::2], 2) for start in (0, 1))
-    found = outlier_reference(outputs, None)
-    torch.testing.assert_close(found.inside[0::2], odd.distance(features[0::2]))
-    torch.testing.assert_close(found.inside[1::2], even.distance(features[1::2]))
+    distance, halves = measure_inside(outputs, None)
+    torch.testing.assert_close(distance[0::2], odd.distance(features[0::2]))
+    torch.testing.assert_close(distance[1::2], even.distance(features[1::2]))
     other = torch.randn(7, 5, generator=randomness)
-    torch.testing.assert_close(found.distance(other), (even.distance(other) + odd.distance(other)) / 2)
-    given = outlier_reference(build_outputs(other), even)
-    torch.testing.assert_close(given.inside, even.distance(other))
-    torch.testing.assert_close(given.distance(features), even.distance(features))
+    for found, expected in zip(halves, (even, odd), strict=True):
+        torch.testing.assert_close(found.distance(other), expected.distance(other))
+    distance, (same,) = measure_inside(build_outputs(other), even)
+    assert same is even
+    torch.testing.assert_close(distance, even.distance(other))
+    mean = torch.stack([even.distance(other), odd.distance(other)]).mean(dim=0)
+    scores = score_outside(outputs, build_outputs(other), mean, halves)["distance"]
+    assert scores["AUROC"] == 0.5  # the outside images have the mean of both distances: just those of the inside
 
 
 def test_images_of_the_same_kind_are_not_told_apart_however_many_features_there_are(randomness):
     inside, outside = (torch.randn(count, 200, generator=randomness) for count in (100, 300))
     outputs = build_outputs(inside)
-    fair = score_outside(outputs, build_outputs(outside), outlier_reference(outputs, None))["distance"]["AUROC"]
+    fair = score_outside(outputs, build_outputs(outside), *measure_inside(outputs, None))["distance"]["AUROC"]
     assignment = torch.from_numpy(outputs.calibration.argmax(axis=1))
-    own = outlier_reference(outputs, fit_prototypes(inside, assignment, 2))
-    flattering = score_outside(outputs, build_outputs(outside), own)["distance"]["AUROC"]
+    own = measure_inside(outputs, fit_prototypes(inside, assignment, 2))
+    flattering = score_outside(outputs, build_outputs(outside), *own)["distance"]["AUROC"]
     assert fair == pytest.approx(0.5, abs=0.1)
     assert flattering > 0.9

@@ -1,9 +1,11 @@
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from cdc_plugin.checkpoints.load import load_backbone
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.config.load import to_yaml
 from cdc_plugin.config.schema import RefineConfig
@@ -43,11 +45,16 @@ def test_a_result_is_opened_with_what_its_run_wrote(result, inside):
 
 
 def test_what_a_run_wrote_beside_its_model_may_be_damaged_or_absent(result):
-    (result / "report.json").write_text("{")
-    (result / "metrics.jsonl").write_text("no JSON")
-    run = open_model(result).run
-    assert run is not None
-    assert (run.report, run.history) == ({}, [])
+    for report, history in (("{", "no JSON"), ("[" * 100_000, "[" * 100_000), ("7", "[1]\n2\n"), (None, None)):
+        for name, content in (("report.json", report), ("metrics.jsonl", history)):
+            if content is None:  # something that never ends
+                (result / name).unlink()
+                (result / name).symlink_to("/dev/zero")
+            else:
+                (result / name).write_text(content)
+        run = open_model(result).run
+        assert run is not None
+        assert (run.report, run.history) == ({}, [])
     for name in ("config.yaml", "metrics.jsonl", "report.json", "last.pt"):
         (result / name).unlink()
     assert open_model(result).run is None
@@ -55,6 +62,38 @@ def test_what_a_run_wrote_beside_its_model_may_be_damaged_or_absent(result):
     subject = open_model(model)
     assert subject.model is model
     assert (subject.path, subject.foreign) == (None, False)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
+def test_a_model_that_changed_since_it_was_written_is_refused(result, name):
+    content = bytearray((result / name).read_bytes())
+    if name == "model.json":
+        content = content.replace(b'"input_size": ', b'"input_size": 1')
+    else:
+        content[-5] ^= 1
+    (result / name).write_bytes(content)
+    for read in (open_model, load_model, load_backbone):
+        with pytest.raises(UserError, match="has changed since it was written"):
+            read(result)
+    copy = (result / "model.safetensors").rename(result / "renamed.safetensors")
+    with pytest.raises(UserError, match="has changed since it was written"):
+        load_backbone(copy)
+
+
+@pytest.mark.parametrize("change", [{"provenance": {"warnings": 7}}, {"provenance": 3}])
+def test_odd_notes_of_a_run_do_not_stop_its_model(result, change):
+    described = json.loads((result / "model.json").read_text())
+    (result / "model.json").write_text(json.dumps({**described, **change}))
+    assert open_model(result).warnings == ()
+
+
+def test_a_description_beyond_reason_is_refused_in_words(result):
+    described = json.loads((result / "model.json").read_text())
+    described["backbone"]["input_size"] = 999_999
+    for text in (json.dumps(described), "[" * 100_000):
+        (result / "model.json").write_text(text)
+        with pytest.raises(UserError, match=r"model\.json"):
+            open_model(result)
 
 
 def test_a_checkpoint_of_others_has_one_head_and_keeps_what_was_said_of_it(scan):

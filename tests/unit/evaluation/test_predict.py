@@ -52,6 +52,15 @@ def test_images_that_cannot_be_read_are_named_and_have_no_row(tiny_clusterer, ph
     assert len(table_of(predict_at_once(tiny_clusterer, photos))) == 27
 
 
+def test_copies_and_files_that_are_no_images_are_named(tiny_clusterer, photos):
+    first, *others = sorted(photos.rglob("*.png"))
+    others[-1].write_bytes(first.read_bytes())
+    (photos / "a.mp4").touch()
+    found = predict_at_once(tiny_clusterer, photos, 8)
+    assert [(warning["kind"], warning["count"]) for warning in found.warnings] == [("left_aside", 1), ("copies", 1)]
+    assert "marks" not in table_of(found).dtype.names
+
+
 def test_labels_change_nothing(tiny_clusterer, tmp_path, digits):
     np.savez(tmp_path / "with.npz", x=digits[0][:10], y=digits[1][:10])
     np.savez(tmp_path / "without.npz", x=digits[0][:10])

@@ -22,7 +22,7 @@ def probabilities(assignment: Tensor, confidence: float, clusters: int) -> Tenso
 
 
 def evidence(assignment: Tensor, features: Tensor | None = None, clusters: int = 4, **changes: Any) -> Evidence:
-    """Return evidence without any doubt of an assignment, but for the changes; clusters lie far apart."""
+    """Return evidence that all agrees with an assignment, but for the changes; clusters lie far apart."""
     if features is None:
         features = 10 * torch.eye(clusters, 16)[assignment]
         features = features + torch.randn(len(assignment), 16, generator=torch.Generator().manual_seed(0))
@@ -62,7 +62,7 @@ def test_clean_clusters_get_full_marks_and_no_warning_whatever_their_numbers():
     assert other == pytest.approx(card)
 
 
-def test_what_is_not_known_is_none_and_raises_no_doubt():
+def test_what_is_not_known_is_none():
     card = assess(evidence(EVEN, start=None))
     assert (card["start_agreement"], card["stability"], card["warnings"]) == (None, None, [])
 
@@ -70,44 +70,6 @@ def test_what_is_not_known_is_none_and_raises_no_doubt():
 def test_stability_is_that_of_the_worst_step():
     changed = moved(EVEN[:100], 10)
     assert assess(evidence(EVEN, last_epochs=[EVEN[:100], changed, changed]))["stability"] == pytest.approx(0.9)
-
-
-@pytest.mark.parametrize(
-    ("within", "beyond", "words"),
-    [
-        (
-            {"clustering": probabilities(EVEN, 0.949, 4)},
-            {"clustering": probabilities(EVEN, 0.951, 4)},
-            "differs by 5 points",
-        ),
-        (
-            {"clustering": probabilities(EVEN, 0.851, 4)},
-            {"clustering": probabilities(EVEN, 0.849, 4)},
-            "differs by 5 points",
-        ),
-        ({"kmeans": moved(EVEN, 59)}, {"kmeans": moved(EVEN, 61)}, "on its features"),
-        ({"start": moved(EVEN, 59)}, {"start": moved(EVEN, 61)}, "features before refinement"),
-        ({"augmented": moved(EVEN[:100], 9)}, {"augmented": moved(EVEN[:100], 11)}, "89%"),
-        (
-            {"last_epochs": [EVEN[:100], moved(EVEN[:100], 4)]},
-            {"last_epochs": [EVEN[:100], moved(EVEN[:100], 6)]},
-            "94%",
-        ),
-    ],
-    ids=["surer", "less sure", "k-means", "start", "another view", "last epochs"],
-)
-def test_a_second_opinion_is_a_doubt_only_beyond_its_threshold(within, beyond, words):
-    assert warnings_of(evidence(EVEN, **within)) == {}
-    found = warnings_of(evidence(EVEN, **beyond))
-    assert set(found) == {"estimate"}
-    assert words in found["estimate"]
-    assert "--audit" in found["estimate"]
-
-
-def test_twenty_images_a_cluster_are_enough():
-    enough, few = (evidence(EVEN[:n], seen=torch.arange(n), augmented=EVEN[:n]) for n in (80, 79))
-    assert warnings_of(enough) == {}
-    assert "79 images" in warnings_of(few)["estimate"]
 
 
 def test_three_images_and_images_in_one_cluster_have_a_card():
@@ -168,9 +130,7 @@ def plane(groups: list[Tensor]) -> Evidence:
 def test_two_kinds_lie_farther_apart_than_the_threshold_and_than_the_nearest_cluster(half_gap, apart, merged):
     texts = warnings_of(pair(half_gap, apart))
     assert ("merged" in texts) is merged
-    if merged:
-        assert texts["merged"].startswith("Cluster 0 ")
-        assert "two kinds" in texts["estimate"]
+    assert not merged or texts["merged"].startswith("Cluster 0 ")
 
 
 @pytest.mark.parametrize(("count", "merged"), [(10, True), (7, False)])

@@ -16,8 +16,7 @@ from cdc_plugin.checkpoints import load_checkpoint
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.errors import UserError
-from cdc_plugin.integrations.hub.card import render_card
-from cdc_plugin.integrations.hub.model import CalibratedClusterer
+from cdc_plugin.integrations.hub.model import CalibratedClusterer, render_card
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import ClusterHead, CosineHead
@@ -116,6 +115,8 @@ def test_weights_that_are_missing_are_told_not_guessed(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["calibration_head.3.weight"]
     save_file(tensors, folder / "model.safetensors")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "sha256": None}))
     with pytest.raises(UserError, match=r"calibration_head"):
         CalibratedClusterer.from_pretrained(folder)
 
@@ -200,11 +201,6 @@ REPORT = {
 }
 
 
-def without_labels(report):
-    after = {head: {"CONF": 0.91} for head in report["after"]}
-    return {**report, "labels": False, "after": after}
-
-
 def test_metadata_are_what_the_hub_reads(tmp_path):
     (tmp_path / "README.md").write_text(render_card(DESCRIPTION, REPORT), encoding="utf-8")
     found = metadata_load(tmp_path / "README.md")
@@ -229,14 +225,12 @@ def test_measured_and_label_free_figures_are_kept_apart():
     assert "AUROC" not in measured
 
 
-def test_without_labels_no_accuracy_is_claimed():
-    card = render_card(DESCRIPTION, without_labels(REPORT))
+def test_without_labels_no_accuracy_is_claimed_and_without_a_report_the_card_says_less():
+    unlabelled = {"labels": False, "after": {head: {"CONF": 0.91} for head in REPORT["after"]}}
+    card = render_card(DESCRIPTION, {**REPORT, **unlabelled})
     assert "have not been measured" in card
     assert "91.0" in card
     assert "| calibration head" not in card
-
-
-def test_without_a_report_the_card_says_less():
     card = render_card(DESCRIPTION, {})
     assert "# Images in 4 clusters" in card
     assert "None were recorded." in card

@@ -119,11 +119,9 @@ def test_ticks_are_few_round_and_cover_the_range(seed):
     assert round(mantissa, 6) in (1, 2, 5)
 
 
-def test_ticks_of_a_constant_surround_it_and_nan_is_refused():
+def test_ticks_of_a_constant_surround_it():
     ticks = round_ticks(3.0, 3.0)
     assert ticks[0] < 3 < ticks[-1]
-    with pytest.raises(ValueError, match="finite"):
-        round_ticks(0.0, float("nan"))
 
 
 def test_one_epoch_is_a_dot_and_several_are_a_line():

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.records import add_column, build_prediction_table
+from cdc_plugin.evaluation.records import build_prediction_table, build_table
 from cdc_plugin.report.gallery import (
     BUDGET,
     ClusterCard,
@@ -49,9 +49,8 @@ def data_of(
     pixels = np.random.default_rng(0).integers(0, 256, (count, side, side, 3), dtype=np.uint8)
     names = [f"{index}.png" for index in range(count)]
     probs = np.asarray(probs, dtype=np.float32)
-    table = build_prediction_table(names, probs if clustering is None else np.asarray(clustering, np.float32), probs)
-    for name, values in columns.items():
-        table = add_column(table, name, values)
+    clustering = probs if clustering is None else np.asarray(clustering, np.float32)
+    table = build_prediction_table(names, clustering, probs, columns)
     return PageData("x", [], [], [], {}, table, probs, ImageSet(pixels, names, labels, class_names))
 
 
@@ -185,11 +184,18 @@ def test_degenerate_predictions_are_shown_as_they_are(probs):
     assert len(look_first(found)) <= len(probs)
 
 
+def examples(confidence, second_confidence, count: int, cluster=None, clusters: int = 1, looks=None, **columns):
+    """Choose examples, all of one cluster and of different looks unless stated."""
+    cluster = np.zeros(len(confidence), dtype=np.int64) if cluster is None else cluster
+    columns |= {"cluster": cluster, "confidence": confidence, "second_confidence": second_confidence}
+    looks = np.arange(0.0, 9 * len(confidence), 9)[:, None] if looks is None else looks
+    return choose_examples(build_table(["x"] * len(cluster), columns), clusters, count, lambda index: looks[index])
+
+
 def test_each_kind_of_example_by_hand():
-    cluster = np.zeros(6, dtype=np.int64)
     confidence = np.array([0.90, 0.99, 0.55, 0.40, 0.48, 0.80])
     second = np.array([0.06, 0.01, 0.40, 0.10, 0.45, 0.15])
-    (found,) = choose_examples(cluster, confidence, second, 1, 2)
+    (found,) = examples(confidence, second, 2)
     assert found.typical == [1, 0]
     assert found.borderline == [4, 2]  # margins .03 and .15
     assert found.doubtful == [3, 5]  # .40; .48 and .55 are among the borderline already
@@ -199,7 +205,7 @@ def test_the_kinds_are_disjoint_and_of_their_own_cluster():
     probs = np.random.default_rng(0).dirichlet(np.full(7, 0.3), 300)
     second, confidence = np.sort(probs, axis=1)[:, -2:].T
     cluster = probs.argmax(axis=1)
-    for number, found in enumerate(choose_examples(cluster, confidence, second, 7, 5)):
+    for number, found in enumerate(examples(confidence, second, 5, cluster, 7)):
         every = found.typical + found.borderline + found.doubtful
         assert len(set(every)) == len(every) == 15
         assert set(cluster[every]) == {number}
@@ -209,32 +215,25 @@ def test_the_kinds_are_disjoint_and_of_their_own_cluster():
     ("size", "kinds"), [(0, (0, 0, 0)), (1, (1, 0, 0)), (2, (1, 1, 0)), (3, (1, 1, 1)), (5, (2, 2, 1))]
 )
 def test_a_small_cluster_is_shared_out(size, kinds):
-    cluster = np.zeros(size, dtype=np.int64)
-    found = choose_examples(cluster, np.full(size, 0.6), np.full(size, 0.4), 2, 4)[0]
+    found = examples(np.full(size, 0.6), np.full(size, 0.4), 4, clusters=2)[0]
     assert (len(found.typical), len(found.borderline), len(found.doubtful)) == kinds
 
 
 def test_equally_sure_images_come_from_all_over_the_data_or_by_their_distance_and_none_is_doubtful():
-    found = choose_examples(np.zeros(1000, dtype=np.int64), np.ones(1000), np.zeros(1000), 1, 4)[0]
+    (found,) = examples(np.ones(1000), np.zeros(1000), 4)
     assert found.borderline == found.doubtful == []
     assert len(set(found.typical)) == 4
     assert max(found.typical) - min(found.typical) > 500
     distance = np.array([5.0, 1.0, 3.0, 2.0, 0.0])
     confidence = np.array([0.9999, 0.9998, 1.0, 0.9997, 0.97])
-    found = choose_examples(np.zeros(5, dtype=np.int64), confidence, np.zeros(5), 1, 3, distance=distance)[0]
-    assert found.typical == [1, 3, 2]
+    assert examples(confidence, np.zeros(5), 3, distance=distance)[0].typical == [1, 3, 2]
 
 
 def test_near_duplicates_are_typical_once_and_again_only_where_there_is_nothing_else():
     looks = np.array([[0.0], [1.0], [100.0], [101.0], [50.0]])
     confidence = np.array([0.999, 0.998, 0.997, 0.996, 0.995])
-    zeros = np.zeros(5, dtype=np.int64)
-
-    def typical(count: int) -> list[int]:
-        return choose_examples(zeros, confidence, np.zeros(5), 1, count, fingerprint=lambda i: looks[i])[0].typical
-
-    assert typical(3) == [0, 2, 4]
-    assert typical(4) == [0, 2, 4, 1]
+    assert examples(confidence, np.zeros(5), 3, looks=looks)[0].typical == [0, 2, 4]
+    assert examples(confidence, np.zeros(5), 4, looks=looks)[0].typical == [0, 2, 4, 1]
 
 
 def test_confusion_agrees_with_a_plain_loop_and_counts_every_image():

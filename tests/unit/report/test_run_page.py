@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cdc_plugin.data.images import ImageSet
-from cdc_plugin.evaluation.records import add_column, build_prediction_table, measure_head, start_record
+from cdc_plugin.evaluation.records import build_prediction_table, measure_head, start_record
 from cdc_plugin.report.models_page import render_comparison
 from cdc_plugin.report.page_data import PageData
 from cdc_plugin.report.run_page import collect_page, measure_clusters, render_page
@@ -158,7 +158,7 @@ def test_a_broken_promise_is_called_one(data):
 
 
 def test_flagged_outliers_are_counted(data):
-    table = add_column(data.table, "outlier", np.arange(200) < 5)
+    table = build_prediction_table(data.images.names, data.probs, data.probs, {"outlier": np.arange(200) < 5})
     assert "5 of 200 images (2.5 %)" in page_of(replace(data, table=table, outside=[])).text
     assert describe_outliers(data.table) is None
 

@@ -10,6 +10,7 @@ from cdc_plugin.report.words import (
     TITLES,
     before_after_table,
     describe_clusters,
+    describe_interval,
     headline,
     outside_rows,
     shorten,
@@ -32,6 +33,13 @@ SCORES = {"AUROC": 0.9, "FPR95": 0.2, "AUPR": 0.8}
 def test_the_headline_says_plainly_how_many_images_can_be_used(confidence, said):
     accepted = accept_to_target(np.array(confidence), TARGET).count
     assert said in headline(np.array(confidence), accepted).replace("\u00a0", " ")
+
+
+def test_the_headline_states_the_interval_where_one_is_known():
+    card = {"expected_low": 0.7, "expected_high": 0.861}
+    said = headline(np.array([0.99, 0.3]), 1, describe_interval(card)).replace("\u00a0", " ")
+    assert "over all images 64.5 % (70–86 %) is expected" in said
+    assert describe_interval({"expected_low": None}) == ""
 
 
 def test_clusters_that_stand_out_are_named():

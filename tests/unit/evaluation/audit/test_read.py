@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cdc_plugin.data.atomic import join_csv
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.audit.read import (
     compute_accuracy_bound,
@@ -13,7 +14,7 @@ from cdc_plugin.evaluation.audit.read import (
     read_answers,
     simulate_calibration_error,
 )
-from cdc_plugin.evaluation.audit.sheet import build_sheet, encode_sheet
+from cdc_plugin.evaluation.audit.sheet import build_sheet
 from cdc_plugin.metrics import correct_samples
 
 
@@ -30,7 +31,7 @@ def filled(tmp_path) -> Callable[..., Path]:
         for line, answer in zip(lines[1:], answers, strict=True):
             line[3] = answer
         path = tmp_path / "audit.csv"
-        path.write_bytes(encode_sheet(lines))
+        path.write_text(join_csv(lines), encoding="utf-8")
         return path
 
     return write

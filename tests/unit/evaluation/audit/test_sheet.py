@@ -2,13 +2,15 @@
 
 import csv
 import io
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cdc_plugin.data.atomic import join_csv
 from cdc_plugin.errors import UserError
-from cdc_plugin.evaluation.audit.sheet import build_sheet, encode_sheet, read_sheet
+from cdc_plugin.evaluation.audit.sheet import build_sheet, read_sheet
 
 
 @pytest.fixture
@@ -46,9 +48,17 @@ def test_the_columns_are_these_and_images_without_a_path_go_by_their_index(lines
     assert build_sheet(table, np.array([1]), "x")[0] == ["id", "index", "cluster", "answer", "confidence", "audit"]
 
 
+def test_a_pipe_or_device_is_no_audit(tmp_path):
+    os.mkfifo(tmp_path / "audit.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    for name in ("audit.csv", "zero.csv"):
+        with pytest.raises(UserError, match="no regular file"):
+            read_sheet(tmp_path / name)
+
+
 def test_what_was_written_is_read(tmp_path, lines):
     path = tmp_path / "audit.csv"
-    path.write_bytes(encode_sheet(lines))
+    path.write_text(join_csv(lines), encoding="utf-8")
     sheet = read_sheet(path)
     assert (sheet.drawn, sheet.image_count, sheet.source) == (3, 8, "photos by model; a")
     assert [(row.cluster, row.confidence, row.selected, row.answer) for row in sheet.rows] == [
@@ -57,8 +67,6 @@ def test_what_was_written_is_read(tmp_path, lines):
         (1, 1.0, True, ""),
     ]
     assert read_sheet(tmp_path) == sheet  # the folder will do
-    lines[1][1] = "caf\udce9.png"  # a name that is no valid text keeps its bytes
-    assert b"caf\xe9.png" in encode_sheet(lines)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
@@ -87,6 +95,9 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     assert "no rows" in refusal(path, "id,cluster,confidence,answer,audit\n")
     assert "workbook" in refusal(path, b"PK\x03\x04...")
     assert "cannot be read as CSV" in refusal(path, b"id,answer\n" + b"x" * 200_000)
+    os.truncate(path, 1 << 30)
+    with pytest.raises(UserError, match="larger than any audit"):
+        read_sheet(path)
     with pytest.raises(UserError, match="cannot read"):
         read_sheet(tmp_path / "absent.csv")
     with pytest.raises(UserError, match=r"cannot read .*audit\.csv"):

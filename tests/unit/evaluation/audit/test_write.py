@@ -1,6 +1,7 @@
 """The folder of an audit: which files, which pictures, how large, and what is never lost."""
 
 import base64
+import csv
 import io
 import json
 import re
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from cdc_plugin.data.atomic import unescape_cell
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation.audit.sheet import read_sheet
 from cdc_plugin.evaluation.audit.write import check_audit, find_typical_rows, write_audit
@@ -95,7 +97,8 @@ def test_names_cannot_break_the_page_and_it_loads_nothing(tmp_path):
     assert "http:" not in text
     assert "https:" not in text
     assert "default-src 'none'" in text
-    assert {line[1] for line in content(page)["lines"][1:]} == set(table["path"])
+    assert {unescape_cell(line[1]) for line in content(page)["lines"][1:]} == set(table["path"])
+    assert {line[1] for line in csv.reader(sheet.open())} == {line[1] for line in content(page)["lines"]}
     assert len(read_sheet(sheet).rows) == 5
 
 

@@ -84,7 +84,7 @@ def test_formats_that_point_to_image_files_refuse_sources_without_files(tmp_path
     monkeypatch.chdir(tmp_path)
     for name in ("shards/0.tar", "tables/a.parquet", "saved/state.json", "saved/dataset_info.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_bytes(b"content")
     with pytest.raises(UserError, match=r"image files.*\.csv"):
         writers.check_source(to, source, tmp_path / "out")
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_an_empty_folder_is_taken_and_overwrite_replaces_an_earlier_export_whole
     assert len(tree(images)) == 7
 
 
-@pytest.mark.parametrize("change", ["new file", "moved link", "link replaced by a file", "no list"])
+@pytest.mark.parametrize("change", ["new file", "moved link", "link replaced by a file", "no list", "a pipe"])
 def test_overwrite_refuses_a_folder_that_holds_anything_else(tmp_path, images, plain_table, change):
     out = tmp_path / "sorted"
     writers.write("folders", out, [plain_table], images)
@@ -144,6 +145,8 @@ def test_overwrite_refuses_a_folder_that_holds_anything_else(tmp_path, images, p
         (out / "cluster 03" / "a.jpg").write_text("mine")
     else:
         (out / "links.csv").unlink()
+        if change == "a pipe":
+            os.mkfifo(out / "links.csv")
     before = tree(out)
     with pytest.raises(UserError, match="no export made"):
         writers.choose_format("folders", out, overwrite=True)
@@ -158,6 +161,14 @@ def test_photos_a_file_or_a_link_in_the_place_of_the_folder_are_refused(tmp_path
     for name, words in ((images.name, "no export made"), ("file", "new folder"), ("link", "new folder")):
         with pytest.raises(UserError, match=words):
             writers.choose_format("folders", tmp_path / name, overwrite=True)
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch, name):
+    (tmp_path / "empty" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "inner")
+    with pytest.raises(UserError, match="current folder"):
+        writers.choose_format("folders", Path(name), overwrite=True)
 
 
 @pytest.mark.parametrize("there_before", [False, True])

@@ -1,0 +1,98 @@
+"""Features that others have computed go the whole way that images go."""
+
+import json
+
+import numpy as np
+import pytest
+
+import cdc_plugin
+from cdc_plugin.errors import DataError
+from tests.helpers.commands import read_table, refuse, succeed
+from tests.helpers.json_records import check_record
+
+CLASSES = np.repeat(np.arange(4), 50)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two spaces of the same 200 texts in four groups, the second far larger in scale and without a name."""
+    folder, noise = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    first, second = (np.eye(4, size, dtype=np.float32)[CLASSES] for size in (12, 20))
+    names = np.array([f"text {number}" for number in range(200)])
+    np.savez(folder / "first.npz", features=first + 0.2 * noise.normal(size=first.shape), y=CLASSES, ids=names)
+    np.save(folder / "second.npy", (1e3 * (second + 0.2 * noise.normal(size=second.shape))).astype(np.float16))
+    return folder / "first.npz", folder / "second.npy"
+
+
+@pytest.fixture(scope="module")
+def run(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "results"
+    succeed("refine", "--features", *files, "--clusters", 4, "--out", folder, "epochs=3", "--quiet")
+    return folder
+
+
+def test_a_run_on_features_writes_what_a_run_on_images_writes(run):
+    record = json.loads((run / "report.json").read_text())
+    check_record(record, "refinement")
+    assert record["after"]["calibration_head"]["ACC"] > 0.95
+    assert record["label_free"]["augmentation_agreement"] is None
+    assert [space["numbers"] for space in record["spaces"]] == [12, 20]
+    assert all(space["agreement"] > 0.9 for space in record["spaces"])
+    page = (run / "report.html").read_text()
+    assert "text 17" in page or "text 70" in page
+    assert 'src=""' not in page
+
+
+def test_new_features_are_predicted_and_others_refused(run, files, tmp_path):
+    words = ["--model", run, "--out", tmp_path / "new.csv"]
+    succeed("predict", *words, "--features", *files)
+    before, after = read_table(run / "predictions.csv"), read_table(tmp_path / "new.csv")
+    assert [row["cluster"] for row in before] == [row["cluster"] for row in after]
+    assert after[3]["path"] == "text 3"
+    assert "12 + 20" in refuse("predict", *words, "--overwrite", "--features", files[0])
+    assert "--features" in refuse("predict", *words, "--overwrite", "--data", "digits")
+    succeed("predict", "--model", run, "--out", tmp_path / "check", "--features", *files, "--audit", 10)
+    assert "text " in (tmp_path / "check" / "audit.html").read_text()
+
+
+def test_a_model_of_features_is_evaluated_and_predicts_in_python(run, files, tmp_path):
+    report = cdc_plugin.evaluate(run, out=tmp_path / "known")
+    assert report.metrics["after"]["calibration_head"]["ACC"] > 0.95
+    rows = np.concatenate([np.load(files[0])["features"], np.load(files[1])], axis=1)
+    outside = [[rows[:, :12] * -1, rows[:, 12:] * -1]]
+    scores = cdc_plugin.evaluate(run, features=list(files), ood=outside, out=tmp_path / "ood").metrics["outside"]
+    assert scores[0]["scores"]["distance"]["AUROC"] > 0.9
+    model = cdc_plugin.load_model(run)
+    predicted = model.predict_proba([rows[:, :12], rows[:, 12:]])
+    assert predicted.argmax(axis=1).tolist() == report.predictions["cluster"].tolist()
+    with pytest.raises(DataError, match="features"):
+        cdc_plugin.evaluate(run, data="digits", out=tmp_path / "wrong")
+
+
+def test_methods_are_compared_on_features(files, tmp_path):
+    words = ["--features", *files, "--clusters", 4, "--methods", "kmeans,cdc,scan2,linear", "--seeds", 1, "--epochs", 2]
+    done = succeed("compare", *words, "--jobs", 1, "--out", tmp_path / "grid", "--quiet")
+    assert all(name in done.stdout for name in ("k-means", "CDC", "SCAN", "linear"))
+    assert "failed" not in done.stdout
+
+
+def test_the_head_is_exported_from_features_to_probabilities(run, files, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    cdc_plugin.export_model(run, "onnx", tmp_path / "head.onnx")
+    rows = np.concatenate([np.load(files[0])["features"], np.load(files[1])], axis=1).astype(np.float32)
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    probabilities = session.run(["probabilities"], {"vectors": rows})[0]
+    np.testing.assert_allclose(
+        probabilities, cdc_plugin.load_model(run).predict_proba([rows[:, :12], rows[:, 12:]]), atol=1e-4
+    )
+
+
+def test_a_stopped_run_on_an_array_resumes_with_the_same_array_only(tmp_path):
+    rows = np.eye(4, 12, dtype=np.float32)[CLASSES] + 0.2 * np.random.default_rng(0).normal(size=(200, 12))
+    settings = {"clusters": 4, "epochs": 3, "device": "cpu"}
+    whole = cdc_plugin.refine(features=rows, out=tmp_path / "whole", **settings)
+    again = cdc_plugin.refine(features=rows, out=tmp_path / "whole", resume=True, **settings)
+    np.testing.assert_array_equal(whole.predictions["confidence"], again.predictions["confidence"])
+    with pytest.raises(DataError, match="not those"):
+        cdc_plugin.refine(features=rows + 1, out=tmp_path / "whole", resume=True, **settings)
