@@ -55,19 +55,24 @@ def run(name: str, words: Sequence[str]) -> None:
 
 
 def run_process(words: Sequence[str]) -> None:
-    """Run a command that a process was started for; where it fails, one of torchrun's processes leaves at once.
+    """Run a command that a process was started for; one of torchrun's processes then leaves at once.
 
-    gloo's threads may abort a process that is being torn down, which torchrun would report in place of the exit code.
+    A thread of gloo that lets go of a tensor while the interpreter is torn down aborts the process, which torchrun
+    would report in place of the exit code.
     """
+    code: str | int | None = 0
     try:
         main(words)
     except SystemExit as ended:
-        if "TORCHELASTIC_RUN_ID" not in os.environ or not isinstance(ended.code, int):
+        code = ended.code
+        if not isinstance(code, int):
             raise
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ended.code)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        sys.exit(code)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
