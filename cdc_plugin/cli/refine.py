@@ -74,7 +74,7 @@ def refine_command(arguments: Sequence[str] | None = None) -> None:
 
             recipe, flags = recipe or "digits", {**demo_settings(), **flags}
         request, note = configure(recipe, flags, options.overrides), ""
-        if request.backbone is None and request.data is not None and not options.resume:
+        if not (request.backbone or request.features or options.resume) and request.data is not None:
             request, note = take_at_hand(request)
         if options.dry_run:
             from cdc_plugin.config.load import to_yaml

@@ -43,6 +43,11 @@ def test_a_run_on_features_writes_what_a_run_on_images_writes(run):
     assert 'src=""' not in page
 
 
+def test_pictures_beside_features_are_no_reason_to_look_for_a_backbone(archive, tmp_path):
+    np.save(tmp_path / "beside.npy", np.random.default_rng(0).normal(size=(len(np.load(archive)["x"]), 8)))
+    succeed("refine", "--features", tmp_path / "beside.npy", "--data", archive, "--clusters", 4, "--dry-run")
+
+
 def test_new_features_are_predicted_and_others_refused(run, files, tmp_path):
     words = ["--model", run, "--out", tmp_path / "new.csv"]
     succeed("predict", *words, "--features", *files)
