@@ -29,10 +29,13 @@ def generator(*parts: int) -> torch.Generator:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on a device, from locked memory where the host then need not wait for the copy."""
+    """Return a CPU tensor on a device, from locked memory where the host then need not wait for the copy.
+
+    On MPS the host waits: a copy beside other work would read memory that may have been given back.
+    """
     if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @contextlib.contextmanager

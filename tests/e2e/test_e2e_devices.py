@@ -158,10 +158,12 @@ def test_pretraining_stays_on_the_device(waits, archive, tmp_path, method, optim
 
 
 def test_apples_devices_need_no_later_torch(archive, scan_checkpoint, tiny_checkpoint, tmp_path):
-    run, apple = tmp_path / "run", ["--device", "mps"]
+    run, grid, apple = tmp_path / "run", tmp_path / "grid", ["--device", "mps"]
+    few = [*SMALL, "--methods", "turtle,dcboost,secu", "--seeds", 1, "--jobs", 1]
     with PretendDevice("mps") as device:
         for words in (
             ["refine", "--backbone", tiny_checkpoint, "--data", archive, "--clusters", 4, "--out", run, *SMALL, *apple],
+            ["compare", "--backbone", tiny_checkpoint, "--data", archive, "--clusters", 4, "--out", grid, *few, *apple],
             ["inspect", scan_checkpoint, "--data", archive, *apple],
             ["predict", "--model", run, "--data", archive, "--out", tmp_path / "a.csv", *apple],
         ):

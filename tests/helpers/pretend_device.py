@@ -31,6 +31,9 @@ INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 MISSING_ON_MPS: dict[Callable, Callable[..., bool]] = {
     F.interpolate: lambda *_, antialias=False, **__: antialias,
     F.grid_sample: lambda *_, padding_mode="zeros", **__: padding_mode == "border",
+    torch.special.entr: lambda *_, **__: True,
+    Tensor.index_add_: lambda sums, *_, **__: sums.dtype == torch.int64,
+    Tensor.scatter_add_: lambda sums, *_, **__: sums.dtype == torch.int64,
 }
 # Operations that carry values between devices by their meaning.
 CARRYING = {Tensor.copy_}
@@ -148,6 +151,8 @@ class PretendDevice(TorchFunctionMode):
             there, kwargs["dtype"] = isinstance(other, OnDevice), other.dtype
         if target is not None:
             there = self._is_device(target)
+        if there and not here and not waiting and self.device.type == "mps":  # may read what was given back
+            self.missing[f"copy beside other work at {_caller()}"] += 1
         if here != there and (waiting or here):
             self.waits[f"copy {'to' if there else 'from'} the device at {_caller()}"] += 1
         moved = _plainly(Tensor.to, (tensor,), kwargs) if kwargs else tensor

@@ -63,5 +63,7 @@ def label_loss(labels: Sequence[Tensor], classified: Sequence[Tensor]) -> Tensor
     """
     mean = torch.stack(list(labels)).mean(dim=0)
     errors = torch.stack([F.cross_entropy(logits, mean) for logits in classified])
-    entropies = torch.stack([torch.special.entr(each.mean(dim=0)).sum() for each in labels])
+    shares = [each.mean(dim=0) for each in labels]
+    # By products: torch 2.6 has no ``entr`` on MPS.
+    entropies = torch.stack([-(share * share.clamp(min=torch.finfo(share.dtype).tiny).log()).sum() for share in shares])
     return errors.sum() - ENTROPY_WEIGHT * entropies.sum()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.kmeans import count_members
 from cdc_plugin.core.registry import Registry
 from cdc_plugin.core.selection.addons import AddOn, Extended, gradient_synchronisation, prototype_proximity
 from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
@@ -55,7 +56,7 @@ def _top_samples(probs: Tensor) -> Tensor:
 def _trust(labels: Tensor, top: Tensor, mass: Tensor) -> Selection:
     quota = mass.floor().long()
     rank = torch.arange(len(top), device=top.device).unsqueeze(1)
-    times = torch.zeros_like(labels).index_add_(0, top.flatten(), (rank < quota).long().flatten())
+    times = count_members(top.flatten(), len(labels), (rank < quota).flatten())
     return Selection(labels, times > 0, quota)
 
 

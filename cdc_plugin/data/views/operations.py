@@ -126,8 +126,8 @@ def equalize(images: Tensor, magnitude: Tensor) -> Tensor:
     count, channels, height, width = images.shape
     rows, pixels = count * channels, height * width
     levels = images.reshape(rows, pixels).long()
-    one = torch.ones((), dtype=torch.long, device=images.device)
-    histogram = torch.zeros(rows, 256, dtype=torch.long, device=images.device)
+    one = torch.ones((), dtype=torch.int, device=images.device)  # torch on MPS adds no wider integers
+    histogram = torch.zeros(rows, 256, dtype=torch.int, device=images.device)
     histogram.scatter_add_(1, levels, one.expand_as(levels))
     brightest = histogram.gather(1, levels.amax(dim=1, keepdim=True))  # (rows, 1) pixels of the last level
     step = (pixels - brightest) // 255
