@@ -24,10 +24,16 @@ from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.errors import ConfigError, DataError, UserError, option
 from cdc_plugin.training.signals import end_with_parent
 
+if dist.is_available():
+    # DistributedDataParallel imports it, and its functions keep the group that there is at that time, and the threads
+    # of that group, until the interpreter is torn down; a thread that then lets go of a tensor aborts the process.
+    import torch.distributed.nn
+
 Shared = TypeVar("Shared")
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 JOIN_TIMEOUT = datetime.timedelta(minutes=10)  # for all processes to start
 WORD_TIMEOUT = 10.0  # seconds for the first process of a machine to say why all of them end
+DEVICES, EXPECTED = ("cpu", "cuda", "mps"), "expected auto, cpu, cuda, cuda:1 or mps"
 WAIT_TIMEOUT = datetime.timedelta(hours=2)  # for a process that may be reading all images
 
 
@@ -323,8 +329,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() and not several else "cpu")
     try:
         device = torch.device(name)
-        if device.type == "meta":
-            raise ValueError("it computes nothing")
+        if device.type not in DEVICES:  # torch knows twenty names; of a machine that is absent, some wait for ever
+            raise ValueError(EXPECTED)
         if several and device.type == "mps":
             raise ValueError("the processes of torchrun cannot exchange what is on it")
         if several and device.index is not None:
@@ -334,8 +340,8 @@ def choose_device(name: str) -> torch.device:
         reason = (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
         if "'MPS' backend" in reason:  # that it lacks the most basic operation
             reason = "torch finds no GPU of Apple's"
-        if reason.startswith("Expected one of"):  # twenty names, of other machines
-            reason = "expected auto, cpu, cuda, cuda:1 or mps"
+        if reason.startswith("Expected one of"):
+            reason = EXPECTED
         other = "cuda" if several and name.startswith("cuda:") else "cpu"
         raise ConfigError(
             f"device {name!r} cannot be used here ({reason[:150]}); try {option('device', other)}"

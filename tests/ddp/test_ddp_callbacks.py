@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.torchrun import torchrun
 
 LIGHTNING = """
-import os, sys
+import sys
 import numpy as np
 import pytorch_lightning
 import torch
@@ -39,11 +39,10 @@ total = torch.ones(1)
 torch.distributed.all_reduce(total)  # the group of the pretraining is as it was
 assert total == 2
 assert (callback.report is not None) == trainer.is_global_zero
-torch.distributed.barrier()
-os._exit(0)  # gloo's threads may abort a process that is torn down
+torch.distributed.destroy_process_group()
 """
 HYDRA = """
-import json, os, sys
+import json, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -63,8 +62,7 @@ if dist.get_rank() == 0:
     (folder / "tiny.pth").write_bytes(Path(backbone).read_bytes())
 dist.barrier()
 callback.on_job_end(config, JobReturn(cfg=config, status=JobStatus.COMPLETED))
-dist.barrier()
-os._exit(0)  # gloo's threads may abort a process that is torn down
+dist.destroy_process_group()
 """
 
 

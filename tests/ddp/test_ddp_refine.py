@@ -25,6 +25,7 @@ FEW = [*USUAL, "clusters=2", "batch_size=40", "sub_batch_size=20"]
 # SIGTERM in its 4th batch; "resumed" continues a copy of it.
 DRIVER = """
 import json, os, shutil, signal, sys
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from cdc_plugin.cli.refine import refine_command
@@ -52,11 +53,12 @@ for name, words in runs.items():
     torch.save(list(masks), f"{out}/{name}.{rank}.masks")
     masks.clear()
     if not dist.is_initialized():  # the first run has joined and left by itself; the others find us joined
+        threads = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
+        assert not [name for name in threads if "gloo" in name], "the group has ended, its threads have not"
         dist.init_process_group("gloo")
 with open(f"{out}/codes.{rank}", "w") as file:
     json.dump(codes, file)
-dist.barrier()
-os._exit(0)  # gloo's threads may abort a process that is torn down
+dist.destroy_process_group()
 """
 
 
