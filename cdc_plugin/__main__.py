@@ -9,10 +9,13 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from cdc_plugin import __version__
 
+# Seconds for the process that says why all of them end: torchrun ends the others as soon as the first has left.
+WORD_TIMEOUT = 10.0
 COMMANDS = {
     "refine": "turn a pretrained backbone into calibrated clusters",
     "predict": "sort new images into the clusters of a finished run",
@@ -57,14 +60,15 @@ def run(name: str, words: Sequence[str]) -> None:
 def run_process(words: Sequence[str]) -> None:
     """Run a command that a process was started for; one of torchrun's processes then leaves at once.
 
-    A thread of gloo that lets go of a tensor while the interpreter is torn down aborts the process, which torchrun
-    would report in place of the exit code.
+    After an error its group may still be held, and a thread of gloo that lets go of a tensor while the interpreter is
+    torn down aborts the process, which torchrun would report in place of the exit code.
     """
     code: str | int | None = 0
+    told = False
     try:
         main(words)
     except SystemExit as ended:
-        code = ended.code
+        code, told = ended.code, getattr(ended.__context__, "told", False)
         if not isinstance(code, int):
             raise
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -72,6 +76,8 @@ def run_process(words: Sequence[str]) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    if told:
+        time.sleep(WORD_TIMEOUT)
     os._exit(code)
 
 

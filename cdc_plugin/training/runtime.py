@@ -10,7 +10,6 @@ import datetime
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,7 +31,6 @@ if dist.is_available():
 Shared = TypeVar("Shared")
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 JOIN_TIMEOUT = datetime.timedelta(minutes=10)  # for all processes to start
-WORD_TIMEOUT = 10.0  # seconds for the first process of a machine to say why all of them end
 DEVICES, EXPECTED = ("cpu", "cuda", "mps"), "expected auto, cpu, cuda, cuda:1 or mps"
 WAIT_TIMEOUT = datetime.timedelta(hours=2)  # for a process that may be reading all images
 
@@ -254,8 +252,6 @@ def _check_device_count(local_rank: int) -> int:
             f"--nproc-per-node={count}, or {option('device', 'cpu')} with CUDA_VISIBLE_DEVICES= in front"
         )
         error.told = stated is not None and local_rank > 0  # all processes know, and the first one says it
-        if error.told:
-            time.sleep(WORD_TIMEOUT)  # until torchrun ends this one, too
         raise error
     return local_rank
 

@@ -1,11 +1,13 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from cdc_plugin import __version__
-from cdc_plugin.__main__ import COMMANDS, main
+from cdc_plugin.__main__ import COMMANDS, main, run_process
+from cdc_plugin.errors import UserError
 from tests.helpers import ROOT
 
 
@@ -72,3 +74,24 @@ def test_no_help_imports_anything_heavy():
         f"    assert not {heavy} & set(sys.modules), name",
     ]
     ask("-c", "\n".join(lines))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_of_torchruns_processes_the_one_that_says_why_they_end_leaves_first(told, monkeypatch):
+    def fail(words):
+        try:
+            error = UserError("no such device")
+            error.told = told
+            raise error
+        except UserError:
+            sys.exit(2)
+
+    ends = Mock()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    monkeypatch.setattr("cdc_plugin.__main__.main", fail)
+    monkeypatch.setattr("cdc_plugin.__main__.time.sleep", ends.wait)
+    monkeypatch.setattr("cdc_plugin.__main__.os._exit", ends.leave)
+    monkeypatch.setattr("cdc_plugin.__main__.logging.shutdown", ends.log)
+    run_process(["refine"])
+    assert [name for name, *_ in ends.method_calls] == ["log", *["wait"] * told, "leave"]
+    ends.leave.assert_called_once_with(2)

@@ -23,7 +23,7 @@ from cdc_plugin.training.runtime import (
 from tests.helpers.in_step import Silence, in_step
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:99", "mps:9", "", "cpu:x"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "mps:9", "", "cpu:x", "meta", "mtia", "vulkan"])
 def test_a_device_that_is_not_there_is_refused_in_one_line(name):
     assert choose_device("auto").type in ("cpu", "cuda", "mps")
     with pytest.raises(UserError, match="device='cpu'") as refusal:
@@ -200,7 +200,6 @@ def test_under_torchrun_a_device_is_no_certain_gpu_and_not_apples(environment, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(distributed_module, "end_with_parent", lambda: None)
-    monkeypatch.setattr(distributed_module, "WORD_TIMEOUT", 0)
     # Both refuse, one of them aloud: else the first would wait for the other until it is killed.
     for rank, more, told in (
         ("1", {}, False),
