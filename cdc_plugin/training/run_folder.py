@@ -39,6 +39,7 @@ RESULT_FILES = (CONFIG, START, STATE, HISTORY, LOG, PREDICTIONS, REPORT, PAGE, *
 EVALUATION_FILES = (PAGE, REPORT, PREDICTIONS)
 COMPARISON = "comparison.json"
 DEFAULT_PARENT = Path("cdc-runs")
+SIDE_BY_SIDE = 64 * 1024**2  # bytes that are copied from a device at once, and held there twice for it
 
 
 @dataclass
@@ -124,7 +125,50 @@ def save_run(run: Run, refiner: dict[str, Any]) -> None:
 
 
 def write_state(folder: Path, state: dict[str, Any], file: str = STATE) -> None:
-    write_atomically(folder / file, lambda path: torch.save(state, path))
+    """Write a state as `read_state` takes it; the host waits for a device a few times, not once for every tensor."""
+    tensors = [tensor for tensor in _tensors_in(state) if tensor.device.type != "cpu"]
+    fetched = dict(zip(map(id, tensors), _fetch(tensors), strict=True))
+    whole = _replace_tensors(state, fetched) if tensors else state
+    write_atomically(folder / file, lambda path: torch.save(whole, path))
+
+
+def _tensors_in(state: Any) -> Iterator[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _tensors_in(part)
+
+
+def _replace_tensors(state: Any, fetched: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(state, dict):
+        return {name: _replace_tensors(part, fetched) for name, part in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_replace_tensors(part, fetched) for part in state)
+    return fetched.get(id(state), state)
+
+
+def _fetch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of a device on the CPU, with the same strides; those of one type are copied side by side."""
+    fetched: dict[int, torch.Tensor] = {}
+    for kind in {tensor.dtype for tensor in tensors}:
+        group, size = [], 0
+        same = [(place, tensor.detach()) for place, tensor in enumerate(tensors) if tensor.dtype == kind]
+        for place, tensor in same:
+            group.append((place, tensor))
+            size += tensor.nbytes
+            if size < SIDE_BY_SIDE and place != same[-1][0]:
+                continue
+            # In the order of memory, in which networks and their optimisers need not have the last axis last.
+            orders = [sorted(range(each.ndim), key=each.stride, reverse=True) for _, each in group]
+            flat = [each.permute(order).flatten() for (_, each), order in zip(group, orders, strict=True)]
+            parts = torch.cat(flat).cpu().split([len(each) for each in flat])
+            for (number, each), order, part in zip(group, orders, parts, strict=True):
+                shape = [each.shape[axis] for axis in order]
+                back = sorted(range(each.ndim), key=order.__getitem__)
+                fetched[number] = part.clone().view(shape).permute(back)
+            group, size = [], 0
+    return [fetched[place] for place in range(len(tensors))]
 
 
 def write_history(path: Path, history: Sequence[Mapping[str, float]]) -> None:

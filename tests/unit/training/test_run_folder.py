@@ -10,6 +10,7 @@ from cdc_plugin.errors import UserError
 from cdc_plugin.training import run_folder
 from cdc_plugin.training.run_folder import RESULT_FILES, clear_results, leave_nothing_behind, read_state, write_state
 from tests.helpers import ROOT
+from tests.helpers.pretend_device import PretendDevice
 
 
 def fill(folder, *names):
@@ -155,3 +156,20 @@ def test_the_state_of_a_stranger_neither_hangs_nor_crashes(tmp_path):
         archive.writestr("a/data.pkl", doubled)
     with pytest.raises(UserError, match="cannot be read"):
         read_state(tmp_path)
+
+
+def test_a_state_on_a_device_is_written_with_few_waits_and_read_as_it_was(tmp_path):
+    with PretendDevice() as device:
+        many = [torch.rand(3, 2, 4, 4).to("cuda", memory_format=torch.channels_last) for _ in range(30)]
+        rest = {"steps": torch.tensor(7), "wide": torch.rand(2, 5).to("cuda").T, "none": torch.empty(0, 3).to("cuda")}
+        steps = [torch.tensor(float(number)).to("cuda") for number in range(30)]
+        counts = torch.arange(5).to("cuda")
+        device.waits.clear()
+        write_state(tmp_path, {"many": (many, steps), **rest, "counts": counts, "word": "x"})
+        assert sum(device.waits.values()) <= 2  # for floats and for whole numbers
+        expected = [each.cpu() for each in (*many, *steps, *rest.values(), counts)]
+    read = read_state(tmp_path)
+    found = [*read["many"][0], *read["many"][1], *(read[name] for name in rest), read["counts"]]
+    assert read["word"] == "x"
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert [each.stride() for each in found[:30]] == [each.stride() for each in expected[:30]]
