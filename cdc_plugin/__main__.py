@@ -63,14 +63,13 @@ def run_process(words: Sequence[str]) -> None:
     After an error its group may still be held, and a thread of gloo that lets go of a tensor while the interpreter is
     torn down aborts the process, which torchrun would report in place of the exit code.
     """
-    code: str | int | None = 0
-    told = False
+    code, told = 0, False
     try:
         main(words)
     except SystemExit as ended:
-        code, told = ended.code, getattr(ended.__context__, "told", False)
-        if not isinstance(code, int):
+        if not isinstance(ended.code, int):
             raise
+        code, told = ended.code, getattr(ended.__context__, "told", False)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         sys.exit(code)
     logging.shutdown()

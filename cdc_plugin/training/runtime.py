@@ -178,8 +178,10 @@ def plan_shards(count: int, sub_batch_size: int, size: int) -> ShardPlan:
     return ShardPlan(rows, [list(torch.arange(len(part)).tensor_split(size)) for part in rows])
 
 
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 # Set by torchrun, Lightning and SLURM for the processes that they start.
 GROUP = (
+    *RESTARTS,
     "WORLD_SIZE",
     "RANK",
     "LOCAL_RANK",
@@ -258,7 +260,7 @@ def _check_device_count(local_rank: int) -> int:
 
 def was_restarted() -> bool:
     """Return whether ``torchrun`` or SLURM has started this command again after a fault, so that it resumes."""
-    counts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    counts = (os.environ.get(name, "0") for name in RESTARTS)
     return any(count.isdigit() and int(count) > 0 for count in counts)
 
 

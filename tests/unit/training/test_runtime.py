@@ -227,3 +227,5 @@ def test_a_command_knows_when_it_was_started_again(environment, name):
     for count, again in {"0": False, "2": True, "?": False}.items():
         environment(**{name: count})
         assert was_restarted() is again
+        with stay_alone():  # what was started again is the pretraining around it
+            assert not was_restarted()
