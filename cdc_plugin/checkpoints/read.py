@@ -38,6 +38,7 @@ HUB_SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.jso
 SIDECARS = (*HUB_SETTINGS, "args.json", "model.json", "args.yaml", "hparams.yaml")
 # What a training run writes once, above the folder of its checkpoints.
 MOST_TENSORS = 50_000  # the largest networks have some thousand
+LONGEST_NAME = 500  # letters of a weight's name
 MOST_VALUES = 100_000  # of settings beside a checkpoint
 RUN_SIDECARS = ("args.json", "args.yaml", "hparams.yaml")
 DEEPEST_YAML = 100
@@ -109,6 +110,8 @@ def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, T
             f"expected named tensors in {source}, found none (it holds: {keys or kind}); "
             "save the network with torch.save(network.state_dict(), FILE)"
         )
+    if any(len(key) > LONGEST_NAME for key in found):
+        raise CheckpointError(f"{source} has a weight whose name is longer than {LONGEST_NAME} letters: it is damaged")
     while prefix := next((p for p in DATA_PARALLEL_PREFIXES if all(k.startswith(p) for k in found)), ""):
         found = strip_prefix(found, prefix)
     return found

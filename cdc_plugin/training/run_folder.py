@@ -16,7 +16,7 @@ from cdc_plugin.checkpoints.safe_pickle.containers import read_archive
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.data.atomic import write_atomically, write_text
+from cdc_plugin.data.atomic import has_content, read_small_text, write_atomically, write_text
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.side import write_side
 from cdc_plugin.errors import OutputError, option
@@ -244,7 +244,7 @@ def _check_whole(folder: Path) -> None:
     if not config.is_file():
         raise OutputError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run")
     try:
-        names = re.findall(r"^(\w+):", config.read_text(encoding="utf-8"), re.MULTILINE)
+        names = re.findall(r"^(\w+):", read_small_text(config) if has_content(config) else "", re.MULTILINE)
     except (OSError, ValueError) as error:
         raise OutputError(f"{config} cannot be read ({error}); start again with {option('overwrite')}") from error
     missing = [name for name in ("data", "epochs", "seed", "precision") if name not in names]

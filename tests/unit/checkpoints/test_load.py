@@ -1,6 +1,7 @@
 """From a file to a backbone: formats found by content, by name, and refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
@@ -165,6 +166,11 @@ def test_unfinished_result_folder_is_told_as_such(tmp_path):
         (tmp_path / lost).unlink()
         with pytest.raises(UserError, match=f"no {lost}; is the run unfinished"):
             load_backbone(tmp_path)
+        if Path("/proc/self/status").exists():  # as /proc/kmsg: a file that states no size, and may never end
+            (tmp_path / lost).symlink_to("/proc/self/status")
+            with pytest.raises(UserError, match=f"no {lost}; is the run unfinished"):
+                read_native(tmp_path)
+            (tmp_path / lost).unlink()
     with pytest.raises(UserError, match="there is no result folder"):
         read_native(tmp_path / "nowhere")
 

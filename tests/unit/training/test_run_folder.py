@@ -93,6 +93,13 @@ def test_settings_that_were_cut_are_not_filled_up_with_defaults(tmp_path, text):
         prepare_folder(tmp_path, resume=True)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux only")
+def test_settings_that_state_no_size_are_not_read(tmp_path):
+    (tmp_path / "config.yaml").symlink_to("/proc/self/status")  # as /proc/kmsg, which never ends
+    with pytest.raises(UserError, match=r"config\.yaml is not whole \(it has no data, epochs, seed, precision\)"):
+        prepare_folder(tmp_path, resume=True)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="folders cannot be locked here")
 def test_a_folder_that_another_process_writes_to_is_refused_until_it_ends_in_any_way(tmp_path):
     code = (
