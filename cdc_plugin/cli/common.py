@@ -144,13 +144,14 @@ def run_command(
             message = "; ".join(filter(None, [f"{parser.prog}: {reason}", hint])) if is_main_process() else ""
         elif isinstance(error, UserError):
             message, code = "" if error.told else f"{parser.prog}: error: {error}", 2
-        elif isinstance(error, OSError) and error.filename is not None:  # a name that is too long, for instance
-            message, code = f"{parser.prog}: error: {error.strerror}: {shorten(str(error.filename))}", 2
-        elif is_out_of_memory(error):
-            message, code = f"{parser.prog}: error: not enough memory ({error}); try a smaller batch or input size", 2
         elif isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             message, code = "", 1
+        elif isinstance(error, OSError) and error.strerror:  # a name that is too long, for instance, or a failing disk
+            where = "a file" if error.filename is None else shorten(str(error.filename))
+            message, code = f"{parser.prog}: error: {error.strerror}: {where}", 2
+        elif is_out_of_memory(error):
+            message, code = f"{parser.prog}: error: not enough memory ({error}); try a smaller batch or input size", 2
         else:
             raise
         if message:

@@ -81,6 +81,15 @@ def test_hints_name_flags_inside_a_command_only(capsys):
     assert option("batch_size", 3) == "batch_size=3"
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), OSError(36, "File name too long", "x" * 999)])
+def test_a_failing_disk_is_one_line(capsys, error):
+    with pytest.raises(SystemExit) as end, common.run_command(refine_parser(), []):
+        raise error
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert error.strerror in printed.err
+
+
 def test_an_error_of_the_program_is_not_disguised_as_the_users():
     with pytest.raises(ZeroDivisionError), common.run_command(refine_parser(), []):
         raise ZeroDivisionError
