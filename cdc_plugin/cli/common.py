@@ -16,7 +16,7 @@ from typing import Any
 
 from cdc_plugin import __version__
 from cdc_plugin.config.schema import RefineConfig, list_settings
-from cdc_plugin.errors import COMMAND_LINE, UserError, flatten, is_out_of_memory, shorten
+from cdc_plugin.errors import COMMAND_LINE, ConfigError, UserError, flatten, is_out_of_memory, option, shorten
 from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
@@ -133,6 +133,7 @@ def run_command(
     context = COMMAND_LINE.set((program, *map(str, words)))
     try:
         with ending_on_termination():
+            _refuse_empty(options)
             yield options
     except (KeyboardInterrupt, Exception) as error:
         interruption = find_interruption(error)
@@ -159,6 +160,13 @@ def run_command(
         sys.exit(code)
     finally:
         COMMAND_LINE.reset(context)
+
+
+def _refuse_empty(options: argparse.Namespace) -> None:
+    """Refuse the empty word of a shell variable that is not set, which as a path would be the current folder."""
+    for name, value in vars(options).items():
+        if name != "overrides" and (value == "" or (isinstance(value, list) and "" in value)):
+            raise ConfigError(f"{option(name, '...')} is empty; is a variable of the shell not set?")
 
 
 def format_percent(value: float | None) -> str:

@@ -146,9 +146,7 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
             f"{folder} is not empty ({_some(present)}); give another folder, {option('resume')} to continue that run, "
             f"or {option('overwrite')} to replace its files"
         )
-    blocked = [file for file in RESULT_FILES if (folder / file).is_dir()]
-    if blocked:
-        raise OutputError(f"{folder / blocked[0]} is a folder, where a run writes a file; give another folder")
+    _refuse_blocked(folder, RESULT_FILES)
     if resume and present:
         _check_whole(folder)
     _claim(folder)
@@ -166,6 +164,8 @@ def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
             f"{folder} is not empty ({_some(present)}); give another folder, or {option('overwrite')} to replace "
             f"{', '.join(EVALUATION_FILES)} in it"
         )
+    _refuse_blocked(folder, EVALUATION_FILES)
+    _claim(folder)
     try:
         yield folder
     finally:
@@ -178,6 +178,7 @@ def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
     folder, present = _make(out, name, latest=overwrite)
     if present and not (folder / COMPARISON).is_file():
         raise OutputError(f"{folder} holds no comparison but {_some(present)}; give another folder")
+    _claim(folder)
     try:
         yield folder
     finally:
@@ -236,6 +237,12 @@ def _claim(folder: Path) -> None:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise busy from error
     _claims[folder.absolute()] = handle
+
+
+def _refuse_blocked(folder: Path, files: Sequence[str]) -> None:
+    blocked = [file for file in files if (folder / file).is_dir()]
+    if blocked:
+        raise OutputError(f"{folder / blocked[0]} is a folder, where a run writes a file; give another folder")
 
 
 def _check_whole(folder: Path) -> None:

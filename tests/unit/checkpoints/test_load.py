@@ -175,6 +175,12 @@ def test_unfinished_result_folder_is_told_as_such(tmp_path):
         read_native(tmp_path / "nowhere")
 
 
+def test_reading_takes_no_random_numbers_of_the_caller(tmp_path):
+    path, state = saved(build(SPEC)[0], tmp_path / "a.pt"), torch.get_rng_state()
+    load_backbone(path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_format_of_another_package_is_asked_first(tmp_path, monkeypatch):
     network, size = build(SPEC)
     path = saved(network, tmp_path / "a.pt")
