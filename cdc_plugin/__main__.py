@@ -60,13 +60,13 @@ def run_process(words: Sequence[str]) -> None:
     A thread of gloo that lets go of a tensor while the interpreter is torn down aborts the process, which torchrun
     would report in place of the exit code.
     """
-    code: str | int | None = 0
+    code = 0
     try:
         main(words)
     except SystemExit as ended:
-        code = ended.code
-        if not isinstance(code, int):
+        if not isinstance(ended.code, int):
             raise
+        code = ended.code
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         sys.exit(code)
     logging.shutdown()

@@ -17,7 +17,7 @@ from typing import Any
 from cdc_plugin import __version__
 from cdc_plugin.config.schema import RefineConfig, list_settings
 from cdc_plugin.errors import COMMAND_LINE, ConfigError, UserError, flatten, is_out_of_memory, option, shorten
-from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption
+from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption, noticing_interrupts
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
@@ -131,12 +131,13 @@ def run_command(
     program = parser.prog if "WORLD_SIZE" not in os.environ else f"torchrun ... -m cdc_plugin {parser.prog[4:]}"
     words = sys.argv[1:] if arguments is None else arguments
     context = COMMAND_LINE.set((program, *map(str, words)))
+    pressed: list[KeyboardInterrupt] = []
     try:
-        with ending_on_termination():
+        with ending_on_termination(), noticing_interrupts() as pressed:
             _refuse_empty(options)
             yield options
     except (KeyboardInterrupt, Exception) as error:
-        interruption = find_interruption(error)
+        interruption = find_interruption(error) or next(iter(pressed), None)
         if interruption is not None:
             reason, code = "interrupted", 130
             if isinstance(interruption, Terminated):

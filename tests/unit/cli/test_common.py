@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import importlib
 import os
@@ -93,6 +94,20 @@ def test_a_failing_disk_is_one_line(capsys, error):
 def test_an_error_of_the_program_is_not_disguised_as_the_users():
     with pytest.raises(ZeroDivisionError), common.run_command(refine_parser(), []):
         raise ZeroDivisionError
+
+
+def test_an_interruption_that_a_library_has_lost_is_one_all_the_same(capsys):
+    def lose():
+        with contextlib.suppress(KeyboardInterrupt):  # as C code does within an import
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot load module more than once per process")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as end, common.run_command(refine_parser(), []):
+        lose()
+    assert end.value.code == 130
+    assert capsys.readouterr().err.startswith("cdc-refine: interrupted")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("error", [None, AttributeError("half cleaned up"), UserError("cannot write")])
