@@ -38,6 +38,7 @@ HUB_SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.jso
 SIDECARS = (*HUB_SETTINGS, "args.json", "model.json", "args.yaml", "hparams.yaml")
 # What a training run writes once, above the folder of its checkpoints.
 MOST_TENSORS = 50_000  # the largest networks have some thousand
+LONGEST_NAME = 500  # letters of a weight's name
 MOST_VALUES = 100_000  # of settings beside a checkpoint
 RUN_SIDECARS = ("args.json", "args.yaml", "hparams.yaml")
 DEEPEST_YAML = 100
@@ -109,6 +110,8 @@ def find_state_dict(payload: Any, source: str = "the checkpoint") -> dict[str, T
             f"expected named tensors in {source}, found none (it holds: {keys or kind}); "
             "save the network with torch.save(network.state_dict(), FILE)"
         )
+    if any(len(key) > LONGEST_NAME for key in found):
+        raise CheckpointError(f"{source} has a weight whose name is longer than {LONGEST_NAME} letters: it is damaged")
     while prefix := next((p for p in DATA_PARALLEL_PREFIXES if all(k.startswith(p) for k in found)), ""):
         found = strip_prefix(found, prefix)
     return found
@@ -270,7 +273,7 @@ def _find_published(path: Path) -> str:
 def _describe_folder(path: Path) -> str:
     if not path.parent.is_dir():
         return f" (nor a folder {path.parent}); check the path"
-    names = sorted(p.name for p in path.parent.iterdir())
+    names = sorted(os.listdir(path.parent))[:MOST_FOLDERS]
     near = difflib.get_close_matches(path.name, names, n=3) or [n for n in names if n.endswith(CHECKPOINT_SUFFIXES)][:3]
     return f"; the folder has {', '.join(near)}" if near else f"; {path.parent} has no checkpoint, check the path"
 
@@ -280,7 +283,7 @@ def _latest_in(folder: Path) -> Path:
     if not inside:
         if (folder / "model.json").is_file():
             raise CheckpointError(f"{folder} has model.json but no model.safetensors; is the run unfinished?")
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
+        names = ", ".join(sorted(os.listdir(folder))[:5]) or "nothing"
         raise CheckpointError(f"expected a checkpoint in the folder {folder}, found {names}; give the checkpoint file")
     chosen = _choose(inside)
     if chosen is None:
@@ -294,7 +297,8 @@ def _checkpoints_of(run: Path) -> list[Path]:
     inside: list[Path] = []
     for place in (run, *(run / name for name in RUN_FOLDERS)):
         if not inside and place.is_dir():
-            inside = [p for p in sorted(place.iterdir()) if p.suffix in CHECKPOINT_SUFFIXES and p.is_file()]
+            names = [name for name in os.listdir(place) if os.path.splitext(name)[1] in CHECKPOINT_SUFFIXES]
+            inside = [p for p in map(place.joinpath, sorted(names)) if p.is_file()]
     return inside
 
 
@@ -305,8 +309,10 @@ def _find_runs(folder: Path, left: list[int], levels: int = LEVELS) -> list[Path
         return [folder] if left[0] else []
     own = [folder] if _checkpoints_of(folder) else []
     names = RUN_FOLDERS if own else ()
-    below = [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.name.startswith(".") and p.name not in names]
-    found = [run for p in (below if levels else ()) for run in _find_runs(p, left, levels - 1)]
+    with os.scandir(folder) as entries:  # which knows folders without looking at each of very many files
+        folders = [e.name for e in entries if (os.path.isdir(e) if e.is_symlink() else e.is_dir())]
+    below = sorted(name for name in folders if not name.startswith(".") and name not in names)
+    found = [run for name in (below if levels else ()) for run in _find_runs(folder / name, left, levels - 1)]
     # Another tool keeps all sorts of files below its run; results of this package are runs of their own.
     return [*own, *filter(_is_result, found)] if own else found
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from cdc_plugin import __version__
 from cdc_plugin.config.schema import RefineConfig, list_settings
-from cdc_plugin.errors import COMMAND_LINE, UserError, flatten, is_out_of_memory, shorten
-from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption
+from cdc_plugin.errors import COMMAND_LINE, ConfigError, UserError, flatten, is_out_of_memory, option, shorten
+from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption, noticing_interrupts
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's numbers for `mallopt`
@@ -131,11 +131,13 @@ def run_command(
     program = parser.prog if "WORLD_SIZE" not in os.environ else f"torchrun ... -m cdc_plugin {parser.prog[4:]}"
     words = sys.argv[1:] if arguments is None else arguments
     context = COMMAND_LINE.set((program, *map(str, words)))
+    pressed: list[KeyboardInterrupt] = []
     try:
-        with ending_on_termination():
+        with ending_on_termination(), noticing_interrupts() as pressed:
+            _refuse_empty(options)
             yield options
     except (KeyboardInterrupt, Exception) as error:
-        interruption = find_interruption(error)
+        interruption = find_interruption(error) or next(iter(pressed), None)
         if interruption is not None:
             reason, code = "interrupted", 130
             if isinstance(interruption, Terminated):
@@ -144,13 +146,14 @@ def run_command(
             message = "; ".join(filter(None, [f"{parser.prog}: {reason}", hint])) if is_main_process() else ""
         elif isinstance(error, UserError):
             message, code = "" if error.told else f"{parser.prog}: error: {error}", 2
-        elif isinstance(error, OSError) and error.filename is not None:  # a name that is too long, for instance
-            message, code = f"{parser.prog}: error: {error.strerror}: {shorten(str(error.filename))}", 2
-        elif is_out_of_memory(error):
-            message, code = f"{parser.prog}: error: not enough memory ({error}); try a smaller batch or input size", 2
         elif isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             message, code = "", 1
+        elif isinstance(error, OSError) and error.strerror:  # a name that is too long, for instance, or a failing disk
+            where = "a file" if error.filename is None else shorten(str(error.filename))
+            message, code = f"{parser.prog}: error: {error.strerror}: {where}", 2
+        elif is_out_of_memory(error):
+            message, code = f"{parser.prog}: error: not enough memory ({error}); try a smaller batch or input size", 2
         else:
             raise
         if message:
@@ -158,6 +161,13 @@ def run_command(
         sys.exit(code)
     finally:
         COMMAND_LINE.reset(context)
+
+
+def _refuse_empty(options: argparse.Namespace) -> None:
+    """Refuse the empty word of a shell variable that is not set, which as a path would be the current folder."""
+    for name, value in vars(options).items():
+        if name != "overrides" and (value == "" or (isinstance(value, list) and "" in value)):
+            raise ConfigError(f"{option(name, '...')} is empty; is a variable of the shell not set?")
 
 
 def format_percent(value: float | None) -> str:

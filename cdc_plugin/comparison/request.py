@@ -1,11 +1,14 @@
 """Read what a user asks of a comparison: recipes of tables, methods and seeds."""
 
 import difflib
+import re
 from dataclasses import dataclass, field
 
 from cdc_plugin.comparison.methods import Method, find_method
 from cdc_plugin.config.recipes import find_recipe, read_recipe
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import ConfigError, shorten
+
+SEED, MOST_SEEDS = re.compile("[0-9]{1,18}"), 1000
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ def read_table_recipe(name: str, full: bool) -> TableRecipe:
     if "methods" not in content:
         raise ConfigError(f"recipe {path} names no 'methods'; is it one of cdc-refine's?")
     full_part = content.pop("full", {})
+    if not isinstance(full_part, dict):
+        raise ConfigError(f"recipe {path}: full takes keys and values, found {shorten(full_part)}")
     if full:
         content |= full_part
     known = sorted(TableRecipe.__dataclass_fields__)
@@ -58,11 +63,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     ((0, 1, 2), (0, 7))
     """
     words = text.split(",")
-    if all(word.strip().isdecimal() for word in words):
-        numbers = [int(word) for word in words] if len(words) > 1 else list(range(int(text)))
-        if numbers and len(set(numbers)) == len(numbers):
+    if all(SEED.fullmatch(word.strip()) for word in words):
+        numbers = [int(word) for word in words]
+        numbers = numbers if len(words) > 1 else list(range(min(numbers[0], MOST_SEEDS + 1)))
+        if 0 < len(set(numbers)) == len(numbers) <= MOST_SEEDS:
             return tuple(numbers)
-    raise ConfigError(f"seeds: expected how many (5) or which (0,3,7), found {text!r}")
+    raise ConfigError(f"seeds: expected how many (5, at most {MOST_SEEDS}) or which (0,3,7), found {shorten(text)}")
 
 
 def parse_methods(words: list[str]) -> list[Method]:

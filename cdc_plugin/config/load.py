@@ -170,7 +170,9 @@ def _check_values(config: Any, fields: Mapping[str, dataclasses.Field[Any]]) -> 
         rule = item.metadata
         values = value if isinstance(value, list) else [value]
         limits = {name: rule[name] for name in LIMITS if rule[name] is not None}
-        if rule["choices"] and value not in rule["choices"]:
+        if "" in values:
+            yield key, f"{key} is empty ({rule['help']})"
+        elif rule["choices"] and value not in rule["choices"]:
             near = difflib.get_close_matches(value, rule["choices"], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield key, f"{key} is one of {', '.join(rule['choices'])}; found {value!r}{hint}"

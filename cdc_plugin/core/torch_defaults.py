@@ -8,7 +8,9 @@ import torch
 
 @contextlib.contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Compute in float32 on the CPU unless told otherwise, with gradients; leave the caller's choices as they were.
+    """Compute in float32 on the CPU unless told otherwise, with gradients.
+
+    The caller's choices and torch's random numbers, of which every new layer takes some, are left as they were.
 
     >>> torch.set_default_dtype(torch.float64)
     >>> with torch_defaults():
@@ -26,5 +28,5 @@ def torch_defaults() -> Iterator[None]:
                 usual.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device().type != "cpu":
             usual.enter_context(torch.device("cpu"))
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             yield

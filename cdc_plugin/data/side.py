@@ -7,6 +7,7 @@ from cdc_plugin.config.schema import LARGEST_SIDE
 from cdc_plugin.errors import CheckpointError, shorten
 
 RESAMPLING = ("bilinear", "bicubic")
+MOST_STORED = 4  # times the side that a network sees; no published one asks for as much
 
 
 class Side(int):
@@ -22,6 +23,10 @@ class Side(int):
     squeezed: bool
 
     def __new__(cls, side: int, stored: int = 0, resample: str = "bilinear", squeezed: bool = False) -> "Side":
+        if stored > MOST_STORED * side:  # squares of any size would be kept
+            raise CheckpointError(
+                f"photos are resized to at most {MOST_STORED} times the side of a network; found {stored} for {side}"
+            )
         made = super().__new__(cls, side)
         made.stored, made.shown, made.resample, made.squeezed = stored or int(side), int(side), resample, squeezed
         return made

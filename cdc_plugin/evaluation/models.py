@@ -14,7 +14,7 @@ from cdc_plugin.checkpoints.load_model import build_clusterer, is_result, load_m
 from cdc_plugin.checkpoints.read import find_run
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.data.atomic import read_json_object, read_small_text
+from cdc_plugin.data.atomic import has_content, read_json_object, read_small_text
 from cdc_plugin.errors import CheckpointError, UserError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.clusterer import Clusterer
@@ -102,11 +102,11 @@ def open_model(
 
 def read_run(folder: Path) -> RunRecord | None:
     """Return the record of a finished run, or None where only the model was kept."""
-    if not (folder / CONFIG).is_file():
+    if not has_content(folder / CONFIG):
         return None
     return RunRecord(
         load_config(folder / CONFIG),
-        (folder / CONFIG).read_text(encoding="utf-8"),
+        read_small_text(folder / CONFIG),
         str(_provenance(folder).get("data_digest") or ""),
         read_json(folder / REPORT),
         _read_history(folder / HISTORY),

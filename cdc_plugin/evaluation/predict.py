@@ -157,7 +157,7 @@ def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int =
     stream = open_stream(data, storage_size(model.backbone.input_size))
     if stream.side:
         model.backbone = resolve_input(model.backbone, _read_sample(model, stream))
-        batch_size = min(batch_size, images_per_pass(model.backbone.input_size, device))
+        batch_size = min(batch_size, images_per_pass(model.backbone.input_size, device), _images_per_read(stream))
     return Predictor(model, stream, view_settings(model.backbone), device, batch_size)
 
 
@@ -180,9 +180,14 @@ def _compute_columns(
     return columns
 
 
+def _images_per_read(stream: ImageStream) -> int:
+    """Return how many squares are in memory at once: those that are kept may be larger than what the network sees."""
+    return max(1, LARGEST_BATCH // (3 * stream.side**2))
+
+
 def _read_sample(model: Clusterer, stream: ImageStream) -> ImageSet:
     """Return some readable images, evenly spread over the source."""
-    wanted = min(INFER_COUNT, LARGEST_BATCH // (3 * stream.side**2)) if model.backbone.inferred else CHECK_COUNT
+    wanted = min(INFER_COUNT if model.backbone.inferred else CHECK_COUNT, _images_per_read(stream))
     positions = torch.linspace(0, len(stream) - 1, min(len(stream), wanted)).long().numpy()
     squares, _ = stream.read(positions)
     if len(squares) == 0:  # all of these are unreadable, but there may be others between them

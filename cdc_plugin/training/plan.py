@@ -1,5 +1,6 @@
 """Plan a run for ``--dry-run``: the inputs are looked at, its cost is tried out, and no result is written."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from cdc_plugin.training.prepare import (
     open_network,
     refuse_few,
 )
-from cdc_plugin.training.refiner import Refiner
+from cdc_plugin.training.refiner import NotFiniteError, Refiner
 from cdc_plugin.training.runtime import Runtime, choose_device
 from cdc_plugin.training.steps import Views
 
@@ -90,7 +91,12 @@ def estimate_cost(settings: ResolvedConfig, backbone: Backbone, image_count: int
     refiner = Refiner(torch.nn.Identity(), first, second, settings, runtime, len(rows))
     views, randomness = Views(rows, rows, rows, torch.arange(len(rows))), generator(settings.seed)
     batches = settings.epochs * len(batch_sizes(image_count, settings.batch_size))
-    learning = batches * _time(lambda: refiner.train_batch(views, randomness))
+
+    def learn() -> None:
+        with contextlib.suppress(NotFiniteError):  # on random rows; training itself rolls back, and says so
+            refiner.train_batch(views, randomness)
+
+    learning = batches * _time(learn) if batches else 0.0
     network = f"{seconds / 60:.1f} min for {passes:.1f} passes of all images and " if passes else ""
     lines = [f"time: about {network}{learning / 60:.1f} min for the heads; reading and decoding are not counted"]
     if settings.freeze_backbone and sys.platform == "linux":

@@ -16,7 +16,7 @@ from cdc_plugin.checkpoints.safe_pickle.containers import read_archive
 from cdc_plugin.config.load import load_config, to_yaml
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.data.atomic import write_atomically, write_text
+from cdc_plugin.data.atomic import has_content, read_small_text, write_atomically, write_text
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.side import write_side
 from cdc_plugin.errors import OutputError, option
@@ -190,9 +190,7 @@ def prepare_folder(out: str | None, name: str, resume: bool, overwrite: bool) ->
             f"{folder} is not empty ({_some(present)}); give another folder, {option('resume')} to continue that run, "
             f"or {option('overwrite')} to replace its files"
         )
-    blocked = [file for file in RESULT_FILES if (folder / file).is_dir()]
-    if blocked:
-        raise OutputError(f"{folder / blocked[0]} is a folder, where a run writes a file; give another folder")
+    _refuse_blocked(folder, RESULT_FILES)
     if resume and present:
         _check_whole(folder)
     _claim(folder)
@@ -210,6 +208,8 @@ def evaluation_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
             f"{folder} is not empty ({_some(present)}); give another folder, or {option('overwrite')} to replace "
             f"{', '.join(EVALUATION_FILES)} in it"
         )
+    _refuse_blocked(folder, EVALUATION_FILES)
+    _claim(folder)
     try:
         yield folder
     finally:
@@ -222,6 +222,7 @@ def comparison_folder(out: str | Path | None, name: str, overwrite: bool) -> Ite
     folder, present = _make(out, name, latest=overwrite)
     if present and not (folder / COMPARISON).is_file():
         raise OutputError(f"{folder} holds no comparison but {_some(present)}; give another folder")
+    _claim(folder)
     try:
         yield folder
     finally:
@@ -282,13 +283,19 @@ def _claim(folder: Path) -> None:
     _claims[folder.absolute()] = handle
 
 
+def _refuse_blocked(folder: Path, files: Sequence[str]) -> None:
+    blocked = [file for file in files if (folder / file).is_dir()]
+    if blocked:
+        raise OutputError(f"{folder / blocked[0]} is a folder, where a run writes a file; give another folder")
+
+
 def _check_whole(folder: Path) -> None:
     """Refuse settings that are missing, or that something has cut: defaults would silently replace the rest."""
     config = folder / CONFIG
     if not config.is_file():
         raise OutputError(f"nothing to resume in {folder}: it has no {CONFIG}; give the folder of a run")
     try:
-        names = re.findall(r"^(\w+):", config.read_text(encoding="utf-8"), re.MULTILINE)
+        names = re.findall(r"^(\w+):", read_small_text(config) if has_content(config) else "", re.MULTILINE)
     except (OSError, ValueError) as error:
         raise OutputError(f"{config} cannot be read ({error}); start again with {option('overwrite')}") from error
     missing = [name for name in ("data", "epochs", "seed", "precision") if name not in names]

@@ -306,7 +306,7 @@ def restore_torch(deterministic: bool = False) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU multiplies its first matrices
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with torch_defaults(), torch.random.fork_rng(devices=[]):
+        with torch_defaults():
             yield
     finally:
         torch.set_num_threads(threads)

@@ -41,6 +41,26 @@ def add_hint(interruption: KeyboardInterrupt, hint: str) -> None:
     interruption.hint = hint  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def noticing_interrupts() -> Iterator[list[KeyboardInterrupt]]:
+    """Yield a list that keeps each Ctrl-C: where C code loses one, as within ``import numpy``, other errors follow."""
+    heard: list[KeyboardInterrupt] = []
+    earlier = signal.getsignal(signal.SIGINT)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        heard.append(KeyboardInterrupt())
+        raise heard[-1]
+
+    ours = earlier is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield heard
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, earlier)
+
+
 @dataclass
 class Notice:
     """Whether this process was asked to end, and by which signal."""

@@ -12,7 +12,7 @@ from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, read_checkpo
 from cdc_plugin.checkpoints.weights import build_backbone, load_strictly, strip_prefix
 from cdc_plugin.config.schema import LARGEST_SIDE
 from cdc_plugin.core.mahalanobis import Prototypes
-from cdc_plugin.data.atomic import read_small_text
+from cdc_plugin.data.atomic import has_content, read_small_text
 from cdc_plugin.data.side import read_side
 from cdc_plugin.errors import CheckpointError, option, shorten
 from cdc_plugin.models.backbone import Backbone
@@ -45,7 +45,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     """Return the description of the model in a result folder, or refuse a folder that is incomplete."""
     file = description_file(folder)
     for needed in (file, folder / WEIGHTS):
-        if not needed.is_file():
+        if not has_content(needed):
             raise CheckpointError(f"{folder} has no {needed.name}; is the run unfinished? Let it end first")
     try:
         description = json.loads(read_small_text(file))

@@ -26,6 +26,7 @@ STORAGE_TYPES = {
 EXPANDED = 1_000_000
 SIMPLE_KEYS = (str, int, bytes, type(None), Tensor, InertRecord, ForeignName, torch.dtype)
 DEPTH, NODES = 200, 10_000_000
+LONGEST_PATH = 4096  # letters, and parts
 NUMPY_TYPES = r"b1|[iu][1248]|f(2|4|8)|c(8|16)|[US]\d{1,6}"
 
 
@@ -169,7 +170,8 @@ def _buffered_array(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarr
 
 
 def _path(kind: type[pathlib.PurePath], *parts: Any) -> str:
-    return str(kind(*map(str, parts)))
+    texts = [str(part)[:LONGEST_PATH] for part in parts[:LONGEST_PATH]]
+    return str(kind(*texts))[:LONGEST_PATH]
 
 
 def _mapping(*arguments: Any) -> dict[Any, Any]:

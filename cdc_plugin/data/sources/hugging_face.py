@@ -50,12 +50,17 @@ def load_saved_dataset(source: str) -> Any:
     datasets, path = _import_datasets(), os.path.expanduser(source)
     try:
         for folder, _, names in os.walk(path):
-            endless = [name for name in names if not stat.S_ISREG(os.stat(os.path.join(folder, name)).st_mode)]
+            endless = [name for name in names if not _has_end(os.path.join(folder, name))]
             if endless:
-                raise ValueError(f"{endless[0]} is not a regular file")
+                raise ValueError(f"{endless[0]} is not a regular file, or empty")
         return datasets.load_from_disk(path)
     except Exception as error:
         raise DataError(f"{path}: no data set that can be loaded ({_first_line(error)}); save it again") from error
+
+
+def _has_end(path: str) -> bool:
+    """Return whether a file of a saved data set can be read to its end; locks beside them may be empty."""
+    return has_content(path) or (not path.endswith((".json", ".arrow")) and stat.S_ISREG(os.stat(path).st_mode))
 
 
 def describe_parquet(source: str, side: int, labels: bool) -> ImageSource:

@@ -37,6 +37,7 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 RANGE = re.compile(r"\{(\d{1,18})\.\.(\d{1,18})\}")
 MOST_SHARDS = 100_000
 LABEL_KEYS = ("label", "class", "cls")
+LARGEST_MEMBER = 1 << 62
 LARGEST_NOTE = 1 << 20  # bytes of a .json that are read for a label
 BLOCK = 512  # bytes; the end of an archive is at least one of zeros
 COMPRESSED_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -156,6 +157,8 @@ def _list_shard(shard: Path, title: str, number: int, found: Found) -> str | Non
         with tarfile.open(shard, "r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # else the archive remembers them all
+                if not 0 <= member.size < LARGEST_MEMBER:  # below 0 it would lead back, without end
+                    raise ValueError(f"a header states a size of {member.size} bytes")
                 base = member.name.rsplit("/", 1)[-1]
                 if not member.isreg() or member.sparse is not None or base.startswith("."):
                     continue

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cdc_plugin.checkpoints.formats.native import DESCRIPTION, HUB_DESCRIPTION, WEIGHTS
 from cdc_plugin.checkpoints.load_model import load_model
+from cdc_plugin.data.atomic import has_content, read_small_text
 from cdc_plugin.errors import CheckpointError, OutputError
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.clusterer import Clusterer
@@ -103,7 +104,7 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
         if not folder.is_dir():
             files = [HUB_DESCRIPTION, WEIGHTS, CARD]
             folder = Path(snapshot_download(model_id, allow_patterns=files, **download))
-        card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else None
+        card = read_small_text(folder / CARD) if has_content(folder / CARD) else None
         return cls(load_model(folder), provenance, card).to(map_location).eval()
 
 

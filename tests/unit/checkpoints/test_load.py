@@ -1,6 +1,7 @@
 """From a file to a backbone: formats found by content, by name, and refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import timm
@@ -165,8 +166,19 @@ def test_unfinished_result_folder_is_told_as_such(tmp_path):
         (tmp_path / lost).unlink()
         with pytest.raises(UserError, match=f"no {lost}; is the run unfinished"):
             load_backbone(tmp_path)
+        if Path("/proc/self/status").exists():  # as /proc/kmsg: a file that states no size, and may never end
+            (tmp_path / lost).symlink_to("/proc/self/status")
+            with pytest.raises(UserError, match=f"no {lost}; is the run unfinished"):
+                read_native(tmp_path)
+            (tmp_path / lost).unlink()
     with pytest.raises(UserError, match="there is no result folder"):
         read_native(tmp_path / "nowhere")
+
+
+def test_reading_takes_no_random_numbers_of_the_caller(tmp_path):
+    path, state = saved(build(SPEC)[0], tmp_path / "a.pt"), torch.get_rng_state()
+    load_backbone(path)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_format_of_another_package_is_asked_first(tmp_path, monkeypatch):

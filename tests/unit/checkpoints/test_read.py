@@ -59,6 +59,12 @@ def test_weights_are_found_among_stray_tensors_averages_and_keys_that_are_no_nam
     assert find_state_dict(payload) == WEIGHTS
 
 
+def test_names_of_weights_are_not_longer_than_those_of_any_network():
+    wrapped = {f"{'module.' * 20_000}{number}": torch.ones(1) for number in range(100)}
+    with pytest.raises(UserError, match="longer than 500 letters"):  # at once, not after 20,000 copies
+        find_state_dict(wrapped)
+
+
 def test_prefixes_go_only_if_every_key_has_them_and_letters_stay():
     wrapped = {f"module._orig_mod.{key}": value for key, value in {"model.w": 1, "dule.w": 2}.items()}
     wrapped = {key: torch.tensor(value) for key, value in wrapped.items()}

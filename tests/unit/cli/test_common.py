@@ -1,3 +1,4 @@
+import contextlib
 import ctypes
 import importlib
 import os
@@ -81,9 +82,32 @@ def test_hints_name_flags_inside_a_command_only(capsys):
     assert option("batch_size", 3) == "batch_size=3"
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), OSError(36, "File name too long", "x" * 999)])
+def test_a_failing_disk_is_one_line(capsys, error):
+    with pytest.raises(SystemExit) as end, common.run_command(refine_parser(), []):
+        raise error
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert error.strerror in printed.err
+
+
 def test_an_error_of_the_program_is_not_disguised_as_the_users():
     with pytest.raises(ZeroDivisionError), common.run_command(refine_parser(), []):
         raise ZeroDivisionError
+
+
+def test_an_interruption_that_a_library_has_lost_is_one_all_the_same(capsys):
+    def lose():
+        with contextlib.suppress(KeyboardInterrupt):  # as C code does within an import
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot load module more than once per process")
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as end, common.run_command(refine_parser(), []):
+        lose()
+    assert end.value.code == 130
+    assert capsys.readouterr().err.startswith("cdc-refine: interrupted")
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("error", [None, AttributeError("half cleaned up"), UserError("cannot write")])

@@ -185,6 +185,8 @@ def test_two_wishes_at_once_end_with_code_two(capsys):
 def test_places_models_and_data_that_will_not_do_end_with_one_line(refuse, tmp_path, model, photos):
     out = tmp_path / "p.csv"
     assert r"a\n\x1bb" in refuse("predict", "--model", model, "--data", "a\n\x1bb", "--out", tmp_path / "p.csv")
+    assert "--data ... is empty" in refuse("predict", "--model", model, "--data", "", "--out", tmp_path / "p.csv")
+    assert "data is empty" in refuse("refine", "--backbone", "x.pt", "data=''")
     assert "is a folder" in refuse("predict", "--model", model, "--data", photos, "--out", tmp_path)
     assert "no folder" in refuse("predict", "--model", model, "--data", photos, "--out", tmp_path / "a" / "b.csv")
     empty = tmp_path / "empty"

@@ -20,6 +20,13 @@ def test_recipes_are_listed_with_what_they_are_for(capsys):
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
 
 
+@pytest.mark.parametrize("word", ["epochs=0", "entropy_weight=1e38"])
+def test_a_dry_run_plans_a_run_that_learns_nothing_or_diverges(capsys, photos, tiny_checkpoint, word):
+    given = ["--backbone", str(tiny_checkpoint), "--data", str(photos), "--clusters", "3"]
+    cli.refine_command(["--dry-run", *given, word])
+    assert "# time: about" in capsys.readouterr().out
+
+
 def test_a_dry_run_prints_a_recipe_and_the_plan_and_writes_nothing(capsys, tmp_path, photos, tiny_checkpoint):
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "out"

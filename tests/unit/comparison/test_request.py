@@ -93,6 +93,7 @@ def test_another_recipe_is_read_from_a_file(tmp_path):
         ("methods: [cdc]\nseeds: many\n", "seeds takes a whole number"),
         ("methods: [cdc]\noutside: [svhn]\n", "outside takes a list for each set"),
         ("methods: [cdc]\noutside: {cifar10: svhn}\n", "outside takes a list for each set"),
+        ("methods: [cdc]\nfull: 3\n", "full takes keys and values"),
         ("methods: [cdc\n", "not valid YAML"),
         ("- cdc\n", "expected keys and values"),
     ],
@@ -107,7 +108,7 @@ def test_a_wrong_recipe_says_what_is_wrong(tmp_path, content, words):
 def test_seeds_are_a_number_or_a_list():
     assert parse_seeds("3") == (0, 1, 2)
     assert parse_seeds("4,0") == (4, 0)
-    for wrong in ("0", "-1", "a", "1,1", ""):
+    for wrong in ("0", "-1", "a", "1,1", "", "1001", "9" * 5000, "1_0", "\u0663"):
         with pytest.raises(ConfigError, match="seeds: expected how many"):
             parse_seeds(wrong)
 

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from cdc_plugin.core.mahalanobis import fit_prototypes
+from cdc_plugin.data import stream
 from cdc_plugin.data.images import open_images
+from cdc_plugin.data.side import Side
 from cdc_plugin.errors import UserError
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation.records import build_prediction_table
@@ -89,6 +91,18 @@ def test_open_facts_about_the_input_are_inferred_from_a_sample_of_the_images(tin
     predict_at_once(tiny_clusterer, digits[0])
     assert [len(images) for images in seen] == [64, 200]
     assert (seen[0].images[-1] == digits[0][-1]).all()
+
+
+def test_memory_is_bounded_where_larger_squares_are_kept_than_the_network_sees(tiny_clusterer, digits, monkeypatch):
+    tiny_clusterer.backbone.input_size = Side(32, 128, "bicubic")
+    with pytest.raises(UserError, match="at most 4 times"):
+        Side(32, 2048)
+    monkeypatch.setattr(prediction, "LARGEST_BATCH", 5 * 3 * 128**2)
+    read = []
+    resize = stream.squares_from_array
+    monkeypatch.setattr(stream, "squares_from_array", lambda some, side: read.append(len(some)) or resize(some, side))
+    predict_at_once(tiny_clusterer, digits[0][:23])
+    assert max(read) == 5
 
 
 def test_out_of_memory_names_a_smaller_batch_size(tiny_clusterer, digits, monkeypatch):

@@ -8,7 +8,15 @@ import torch
 
 from cdc_plugin.errors import UserError
 from cdc_plugin.training import run_folder
-from cdc_plugin.training.run_folder import RESULT_FILES, clear_results, leave_nothing_behind, read_state, write_state
+from cdc_plugin.training.run_folder import (
+    RESULT_FILES,
+    clear_results,
+    comparison_folder,
+    evaluation_folder,
+    leave_nothing_behind,
+    read_state,
+    write_state,
+)
 from tests.helpers import ROOT
 from tests.helpers.pretend_device import PretendDevice
 
@@ -94,6 +102,13 @@ def test_settings_that_were_cut_are_not_filled_up_with_defaults(tmp_path, text):
         prepare_folder(tmp_path, resume=True)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux only")
+def test_settings_that_state_no_size_are_not_read(tmp_path):
+    (tmp_path / "config.yaml").symlink_to("/proc/self/status")  # as /proc/kmsg, which never ends
+    with pytest.raises(UserError, match=r"config\.yaml is not whole \(it has no data, epochs, seed, precision\)"):
+        prepare_folder(tmp_path, resume=True)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="folders cannot be locked here")
 def test_a_folder_that_another_process_writes_to_is_refused_until_it_ends_in_any_way(tmp_path):
     code = (
@@ -108,6 +123,24 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_it_ends_in_any
     other.kill()
     other.communicate()
     assert prepare_folder(tmp_path, overwrite=True) == tmp_path
+
+
+@pytest.mark.parametrize("second", [evaluation_folder, comparison_folder])
+def test_one_evaluation_or_comparison_writes_to_a_folder(tmp_path, second):
+    fill(tmp_path, "comparison.json")
+    with evaluation_folder(tmp_path, "x", overwrite=True):
+        with pytest.raises(UserError, match="another run is writing"), second(tmp_path, "x", overwrite=True):
+            pass
+        with pytest.raises(UserError, match="another run is writing"):
+            prepare_folder(tmp_path, overwrite=True)
+    with second(tmp_path, "x", overwrite=True):
+        pass
+
+
+def test_a_folder_in_place_of_a_page_is_refused_before_anything_is_evaluated(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(UserError, match="is a folder"), evaluation_folder(tmp_path, "x", overwrite=True):
+        pass
 
 
 def test_a_run_that_never_started_leaves_no_folder(tmp_path, monkeypatch):

@@ -262,6 +262,12 @@ def test_pickles_with_instructions_without_end_are_given_up(monkeypatch):
         read(b"]" * 1010 + b".")
 
 
+def test_paths_are_kept_as_far_as_a_system_takes_them():
+    text = b"X" + (1_000_000).to_bytes(4, "little") + b"x/" * 500_000
+    path = read(b"\x80\x02cpathlib\nPosixPath\n" + text + b"\x85R.")
+    assert (len(path), path[:4]) == (4095, "x/x/")
+
+
 def test_memo_numbers_cost_no_memory():
     assert read(b"\x80\x02Nr\xff\xff\xff\x7f.") is None
 

@@ -164,3 +164,7 @@ def test_a_table_that_unpacks_to_far_more_than_its_size_and_a_pipe_are_refused(t
     os.mkfifo(victim)
     with pytest.raises(UserError, match=f"{victim.name} is not a regular file"):
         open_images(tmp_path / "saved", 8)
+    victim.unlink()
+    victim.symlink_to("/proc/self/status")  # as /proc/kmsg, which states no size and never ends
+    with pytest.raises(UserError, match=f"{victim.name} is not a regular file, or empty"):
+        open_images(tmp_path / "saved", 8)

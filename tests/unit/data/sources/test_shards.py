@@ -152,6 +152,16 @@ def test_a_shard_that_is_none_is_told_and_the_others_are_used(folder, content):
     assert [reason for _, reason in stream.unreadable] == [reason]
 
 
+@pytest.mark.parametrize("size", ["-1536", "9" * 30])  # the first leads to the begin of its own headers
+def test_absurd_sizes_of_members_are_damage(tmp_path, size):
+    content, member = png(PIXELS[0]), tarfile.TarInfo("a.png")
+    member.size, member.pax_headers = len(content), {"size": size}
+    headers = member.tobuf(tarfile.PAX_FORMAT)
+    (tmp_path / "a.tar").write_bytes(headers + content + bytes(-len(content) % 512 + 1024))
+    with pytest.raises(UserError, match=f"a size of {size} bytes"):
+        open_images(tmp_path / "a.tar", 16)
+
+
 def test_shards_without_images_are_refused_with_the_reason(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"")
     with pytest.raises(UserError, match=r"no shard with content at .*a\.tar"):
