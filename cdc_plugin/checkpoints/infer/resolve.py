@@ -40,6 +40,10 @@ TRUSTED_MISMATCH = 0.4
 # Views leave other statistics than images, and few images have statistics of their own: training images are seen at up
 # to 0.43 if there are 64, 3.9 if there is one. By tests/benchmarks/batchnorm.py, on sets that were left out.
 UNLIKE, UNLIKE_OF_ONE, FEWEST = 0.45, 4.0, 16
+# Few training images also prefer their own mean and std by chance, while their mismatch is this over their number.
+ALIKE_OF_ONE = 6.5
+# Below it a run compares nothing, which takes a while: half the mean of a network was seen at 0.35, its own at 0.1.
+SURELY_ALIKE = 0.25
 # How much worse, as a ratio, the present value of a fact must be before another replaces it. The brightness of a few
 # images varies as much as the usual normalisations differ, so that one needs the clearer case; random crops enlarge
 # images as well, so that size needs the clearest.
@@ -235,7 +239,7 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
         return
     pixels = images.batch(spread_indices(len(images), CLOSE_LOOK))
     few = sample(pixels, 64, backbone)
-    if batchnorm_mismatch(backbone.module, normalise(few, input_of(backbone))) <= TRUSTED_MISMATCH:
+    if batchnorm_mismatch(backbone.module, normalise(few, input_of(backbone))) <= SURELY_ALIKE:
         return
     check = check_input(backbone, pixels)
     if check.verdict in ("other", "unlike"):
@@ -245,7 +249,8 @@ def _warn_of_unlike_images(backbone: Backbone, images: ImageSet) -> None:
 def _judge(ranked: list[Variant], comparison: Comparison) -> InputCheck:
     mismatches, count = comparison.mismatches, len(comparison.more)
     variants = tuple(CheckedVariant(_as_record(v, comparison), mismatches[v], _in_words(v)) for v in ranked)
-    better = _needed_changes(ranked[0], mismatches) if count >= FEWEST else ()
+    telling = count >= FEWEST and mismatches[()] > ALIKE_OF_ONE / count
+    better = _needed_changes(ranked[0], mismatches) if telling else ()
     figures = f"{_in_words(better)} ({mismatches[better]:.2f} against {mismatches[()]:.2f})"
     if mismatches[better] > UNLIKE + UNLIKE_OF_ONE / count:
         hint = f"; nearest comes {figures}" if better else f" (BatchNorm mismatch {mismatches[()]:.2f})"
