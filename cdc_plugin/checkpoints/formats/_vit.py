@@ -42,7 +42,7 @@ RELEASES = {r"dinov2_vit\w+_pretrain": "DINOv2", r"dino_(deit|vit)\w+_pretrain":
 # Authors whose code resizes position embeddings for a tenth of a patch more than it needs, or without smoothing.
 SHIFTING, ROUGH = ("DINO", "iBOT", "DINOv2"), ("MAE", "mmpretrain", "transformers")
 RESIZING = (*SHIFTING, *ROUGH)
-POSITIONS = ("pos_embed", "encoder.pos_embedding")
+POSITIONS = ("pos_embed", "encoder.pos_embedding", "network.pos_embed")
 
 
 def rename_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,7 +166,8 @@ def resize_positions(backbone: Backbone, size: int, authors: str = "") -> Backbo
         )
     extra = positions.shape[1] - old**2
     grid = positions[:, extra:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    shifted = authors in SHIFTING and "reg_token" not in state  # DINOv2 gave that up when it added registers
+    registers = any(key.endswith("reg_token") for key in state)
+    shifted = authors in SHIFTING and not registers  # DINOv2 gave that up when it added registers
     where: dict[str, Any] = {"scale_factor": (new + 0.1) / old} if shifted else {"size": new}
     grid = F.interpolate(grid, **where, mode="bicubic", antialias=not shifted and authors not in ROUGH)
     state[name] = torch.cat([positions[:, :extra], grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
