@@ -248,3 +248,14 @@ def test_target_encoder_of_ijepa_has_no_class_token_and_is_averaged(tmp_path):
     payload = {"encoder": encoder, "target_encoder": named("module.", network), "predictor": {"module.a": TOKEN}}
     found = loaded(saved(tmp_path / "a.pth.tar", payload), network, 28, partial=True)
     assert "I-JEPA" in found.origin.why["features"]
+
+
+def test_xcit_under_its_authors_names_is_recognised(tmp_path):
+    network = created("xcit_nano_12_p16_224", num_classes=0)
+    state = network.state_dict()
+    for key in [key for key in state if ".attn.q." in key]:
+        parts = [state.pop(key.replace(".q.", f".{part}.")) for part in "qkv"]
+        state[key.replace(".q.", ".qkv.")] = torch.cat(parts)
+    payload = {"teacher": named("backbone.", state), "student": named("module.backbone.", state)}
+    loaded(saved(tmp_path / "a.pth", payload), network, 64)
+    loaded(saved(tmp_path / "b.pth", state), network, 64)
