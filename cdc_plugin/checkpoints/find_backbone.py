@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdc_plugin.checkpoints.branches import take_branch
 from cdc_plugin.checkpoints.formats._vit import rename_vit
 from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.formats.resnet_keys import rename_resnet
 from cdc_plugin.checkpoints.formats.timm.index import names_like
 from cdc_plugin.checkpoints.formats.torchvision import CANDIDATES, is_resnet
-from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict
+from cdc_plugin.checkpoints.read import Checkpoint
 from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.errors import CheckpointError, option
 
@@ -29,8 +30,6 @@ AVERAGE_WORDS, STUDENT_WORDS = "momentum|teacher|target|ema|key|k|m", "student|o
 MOMENTUM = re.compile(rf"(^|[._])({AVERAGE_WORDS})([._]|$)")
 STUDENT = re.compile(rf"(^|[._])({STUDENT_WORDS})([._]|$)")
 ROLE = re.compile(f"{AVERAGE_WORDS}|{STUDENT_WORDS}|base")
-# Names under which training scripts keep a second, averaged set of weights in the file.
-AVERAGED = ("teacher", "state_dict_ema", "model_ema", "ema_state_dict", "ema_model", "ema")
 DEEPEST, FEWEST = 5, 8
 
 
@@ -47,6 +46,10 @@ def without_wrappers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights under names without the parts that data-parallel and compiled modules add."""
     plain = {".".join(p for p in key.split(".") if p not in WRAPPER_PARTS): value for key, value in state.items()}
     return plain if len(plain) == len(state) else dict(state)
+
+
+def _is_wrapped(key: str) -> bool:
+    return any(part in WRAPPER_PARTS for part in key.split("."))
 
 
 def backbone_part(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
@@ -72,8 +75,13 @@ def find_prefixes(state: Mapping[str, Tensor]) -> list[str]:
 
 def choose_inside(checkpoint: Checkpoint, wanted: Wanted) -> Inside | None:
     """Return the backbone of the wanted branch, or of the one usually evaluated; None if no known network is there."""
-    checkpoint, reason = _branch_of_file(checkpoint, wanted)
+    checkpoint, reason = take_branch(checkpoint, wanted.branch)
     state = without_wrappers(checkpoint.state)
+    if state.keys() == checkpoint.state.keys() and any(_is_wrapped(key) for key in state):
+        raise CheckpointError(
+            f"{checkpoint.path} holds some weights twice, with and without the names of wrappers such as module.; "
+            "save the state_dict of the one network to use"
+        )
     prefixes = find_prefixes(state)
     if not prefixes:
         return None
@@ -111,25 +119,6 @@ def choose_prefix(state: Mapping[str, Tensor], prefixes: list[str], branch: str 
         return chosen[0], f"the only one, {chosen[0].rstrip('.') or 'at the top'}"
     kind = "moving average" if branch == "momentum" else "trained network"
     return chosen[0], f"{chosen[0].rstrip('.')}, the {kind}{asked}"
-
-
-def _branch_of_file(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, str]:
-    """Return the file with the wanted weights, where it holds an averaged set under a name of its own."""
-    payload = checkpoint.payload if isinstance(checkpoint.payload, Mapping) else {}
-    name = next((name for name in AVERAGED if isinstance(payload.get(name), Mapping)), None)
-    if name is None:
-        return checkpoint, ""
-    teaches = name == "teacher" and wanted.branch is None
-    if not teaches and wanted.branch != "momentum":
-        if name != "teacher":
-            return checkpoint, "the weights as trained; the file has an average too"
-        name = "student"
-    if not isinstance(payload.get(name), Mapping):
-        raise CheckpointError(
-            f"{checkpoint.path} has no online branch beside its teacher; leave {option('branch', 'online')} out"
-        )
-    state = find_state_dict(payload[name], f"{checkpoint.path} ({name})")
-    return replace(checkpoint, state=state), f"the file's {name}" + (", as asked" if wanted.branch else "")
 
 
 def _without_role(prefix: str) -> str:

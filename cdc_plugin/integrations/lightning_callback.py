@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from cdc_plugin.checkpoints.formats.base import Wanted
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS
-from cdc_plugin.checkpoints.load import load_backbone
+from cdc_plugin.checkpoints.load import load_checkpoint
 from cdc_plugin.config.load import load_config
 from cdc_plugin.errors import CheckpointError, ConfigError, UserError
 from cdc_plugin.evaluation.records import Report
@@ -59,7 +60,8 @@ def identify_network(backbone: Backbone) -> Backbone:
         path = Path(scratch) / "weights.pt"
         torch.save({"state_dict": {f"backbone.{name}": value for name, value in module.state_dict().items()}}, path)
         try:
-            loaded = load_backbone(path, input_size=backbone.input_size)
+            # An odd depth is no damage here: the features are compared.
+            loaded = load_checkpoint(path, wanted=Wanted(input_size=backbone.input_size, partial=True)).backbone
         except UserError:
             return backbone
     if not compute_same_features(backbone, loaded.module):

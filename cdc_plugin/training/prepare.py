@@ -149,8 +149,9 @@ def open_network(request: RefineConfig, module: nn.Module | None, source: Any = 
             log.warning("%s; the run begins with prototypes", unclear)
         if loaded.matched < 1:
             log.warning("only %.1f %% of the backbone's weights are in the checkpoint", 100 * loaded.matched)
-        if "network" in loaded.backbone.inferred:
-            log.warning("the network is %s", loaded.origin.why["network"])
+        for fact in ("network", "heads"):  # other networks with the same weights, which no image tells apart
+            if fact in loaded.backbone.inferred:
+                log.warning("%s: %s", fact, loaded.origin.why.get(fact, "assumed, as the run that wrote the file did"))
     elif isinstance(module, Backbone):
         # Training must not change what the caller still holds.
         loaded = fit_size(Loaded(copy.deepcopy(module), Origin("the caller")), request.input_size or module.input_size)

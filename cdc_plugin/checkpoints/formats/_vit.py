@@ -24,6 +24,8 @@ OTHER_NAMES = (
     (re.compile(r"\.mlp\.w12\."), ".mlp.fc1."),
     (re.compile(r"\.mlp\.w3\."), ".mlp.fc2."),
 )
+# Usual depths; with others a block may have been lost, which no name or shape of the rest would show.
+CONV_DEPTHS, DEPTHS = (11,), (12, 24, 32, 40)
 IJEPA_VITS, PATCHES = (1280, 1408), "patch_embed.proj.weight"  # without a class token; of 16 heads each
 MMPRETRAIN = "patch_embed.projection.weight"
 MMPRETRAIN_NAMES = (
@@ -42,7 +44,7 @@ RELEASES = {r"dinov2_vit\w+_pretrain": "DINOv2", r"dino_(deit|vit)\w+_pretrain":
 # Authors whose code resizes position embeddings for a tenth of a patch more than it needs, or without smoothing.
 SHIFTING, ROUGH = ("DINO", "iBOT", "DINOv2"), ("MAE", "mmpretrain", "transformers")
 RESIZING = (*SHIFTING, *ROUGH)
-POSITIONS = ("pos_embed", "encoder.pos_embedding")
+POSITIONS = ("pos_embed", "encoder.pos_embedding", "network.pos_embed")
 
 
 def rename_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +65,7 @@ def find_variant(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]] | No
     if inner is None or outer is None or TRANSFORMER not in state or inner.ndim != 2 or outer.ndim != 2:
         return None
     shape: dict[str, Any]
-    width, depth = inner.shape[1], len({key.split(".")[1] for key in state if key.startswith("blocks.")})
+    width, depth = inner.shape[1], _count_blocks(state)
     if CONV_STEM in state and width in MOCO_VITS:
         side = 16 * math.isqrt(state.get("pos_embed", torch.ones(0)).numel() // width) or 224
         return MOCO_VITS[width], {"depth": depth, "num_heads": 12, "img_size": side}
@@ -76,6 +78,17 @@ def find_variant(state: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]] | No
         shape = {"embed_dim": width, "depth": depth, "num_heads": width // 64}
         return "vit_giant_patch14_dinov2", shape | {"mlp_ratio": inner.shape[0] / width}
     return None
+
+
+def has_odd_depth(state: Mapping[str, Tensor]) -> bool:
+    """Return whether a transformer whose depth is counted, not known by its name, has an unusual one."""
+    return find_variant(state) is not None and _count_blocks(state) not in (
+        CONV_DEPTHS if CONV_STEM in state else DEPTHS
+    )
+
+
+def _count_blocks(state: Mapping[str, Tensor]) -> int:
+    return len({key.split(".")[1] for key in state if key.startswith("blocks.")})
 
 
 def infer_settings(state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -166,7 +179,8 @@ def resize_positions(backbone: Backbone, size: int, authors: str = "") -> Backbo
         )
     extra = positions.shape[1] - old**2
     grid = positions[:, extra:].float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    shifted = authors in SHIFTING and "reg_token" not in state  # DINOv2 gave that up when it added registers
+    registers = any(key.endswith("reg_token") for key in state)
+    shifted = authors in SHIFTING and not registers  # DINOv2 gave that up when it added registers
     where: dict[str, Any] = {"scale_factor": (new + 0.1) / old} if shifted else {"size": new}
     grid = F.interpolate(grid, **where, mode="bicubic", antialias=not shifted and authors not in ROUGH)
     state[name] = torch.cat([positions[:, :extra], grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)

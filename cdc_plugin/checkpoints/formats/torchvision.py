@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdc_plugin.checkpoints.branches import take_bare_branch
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.infer.from_weights import pool_by_weights
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields
@@ -118,6 +119,7 @@ def identify(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
 
 def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, Any] | None = None) -> Loaded:
     """Return a backbone under torchvision's names, fed as for ImageNet; older names may have shown its ``stem``."""
+    checkpoint, why = take_bare_branch(checkpoint, wanted.branch)
     state, arch = checkpoint.state, wanted.arch
     open_facts: tuple[str, ...] = ()
     spec: dict[str, Any] | None
@@ -151,7 +153,7 @@ def load_torchvision(checkpoint: Checkpoint, wanted: Wanted, stem: Mapping[str, 
     inferred = ("mean", "std", *(() if size else ("input_size",)), *open_facts)
     facts = (IMAGENET_MEAN, IMAGENET_STD, size or image_size_default(spec), inferred)
     backbone, matched = build_backbone(spec, state, str(checkpoint.path), *facts, wanted.partial)
-    why = dict.fromkeys(("mean", "std"), "ImageNet's, the file does not state them")
+    why |= dict.fromkeys(("mean", "std"), "ImageNet's, the file does not state them")
     why["input_size"] = "inferred from its position embeddings" if size else "usual for this network"
     if "heads" in open_facts:
         why["heads"] = f"{spec['num_heads']}, usual for a width of {spec['hidden_dim']}; no weight reveals it"

@@ -20,6 +20,8 @@ from cdc_plugin.checkpoints.weights import compare
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.architectures import build, skeleton
 from cdc_plugin.models.backbone import Backbone
+from tests.helpers.checkpoint_builders.libraries import created
+from tests.helpers.checkpoint_builders.networks import LARGE_STEM, resnet
 
 SPEC = {"family": "resnet", "block": "basic", "depths": [1, 1, 1, 1], "widths": [4, 6, 8, 10]}
 SPEC |= {"stem": {"kernel": 3, "stride": 1, "padding": 1, "pool": False}}
@@ -190,3 +192,23 @@ def test_format_of_another_package_is_asked_first(tmp_path, monkeypatch):
     assert find_format(read_checkpoint(path)) == "plug-in"
     assert load_backbone(path) is made
     assert load_backbone(path, format="torchvision") is not made
+
+
+@pytest.mark.parametrize("names", [("state_dict", "state_dict_ema"), ("student", "teacher")])
+def test_branch_of_bare_weights_is_the_one_that_is_asked_for(tmp_path, names):
+    networks = {branch: resnet(LARGE_STEM, 64, seed=seed) for seed, branch in enumerate(("online", "momentum"))}
+    sets = {name: network.state_dict() for name, network in zip(names, networks.values(), strict=True)}
+    torch.save(sets, tmp_path / "a.pth")
+    for branch, network in networks.items():
+        found = load_backbone(tmp_path / "a.pth", branch=branch)
+        assert torch.equal(found.module.conv1.weight, network.conv1.weight)
+    torch.save(sets["state_dict" if "state_dict" in sets else "student"], tmp_path / "b.pth")
+    with pytest.raises(UserError, match="no moving average"):
+        load_backbone(tmp_path / "b.pth", branch="momentum")
+
+
+def test_weights_that_are_there_with_and_without_a_wrapper_are_refused(tmp_path):
+    state = created("test_vit").state_dict()
+    torch.save(state | {f"module.{key}": value + 1 for key, value in state.items()}, tmp_path / "a.pth")
+    with pytest.raises(UserError, match="twice"):
+        load_backbone(tmp_path / "a.pth")

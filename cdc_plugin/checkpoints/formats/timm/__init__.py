@@ -1,9 +1,9 @@
 """State dicts of timm models, named by the user or by files beside them, or recognised by names and shapes."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
+from cdc_plugin.checkpoints.branches import take_bare_branch
 from cdc_plugin.checkpoints.formats import _vit
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat, Loaded, Origin, Wanted
 from cdc_plugin.checkpoints.formats.timm.fit import find_distinct, fit, fit_or_guess, settings_changed
@@ -16,7 +16,7 @@ from cdc_plugin.checkpoints.formats.torchvision import (
     is_resnet,
     torchvision_knows,
 )
-from cdc_plugin.checkpoints.read import Checkpoint, find_state_dict, payload_fields, whole_number
+from cdc_plugin.checkpoints.read import Checkpoint, payload_fields, whole_number
 from cdc_plugin.checkpoints.weights import HEAD_PREFIXES, build_backbone
 from cdc_plugin.config.schema import INPUT_FACTS
 from cdc_plugin.errors import CheckpointError, option
@@ -31,7 +31,6 @@ SETTINGS = (
 )
 # Released by their authors with mean and std 0.5, and trained by many others with ImageNet's.
 PLAIN_VIT = re.compile(r"vit_[a-z]+_patch\d+_\d+")
-AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict")
 
 
 def stated_arch(checkpoint: Checkpoint) -> str | None:
@@ -79,10 +78,15 @@ def identify(checkpoint: Checkpoint) -> str:
 
 def load_timm(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     """Return a backbone from timm weights, with the input that the run or the model's settings state."""
-    checkpoint, branch = _choose_branch(checkpoint, wanted)
+    checkpoint, branch = take_bare_branch(checkpoint, wanted.branch)
     of_run = stated_arch(checkpoint)
     name = wanted.arch or of_run or identify(checkpoint)
     settings = _read_settings(checkpoint) if name == of_run else _vit.infer_settings(checkpoint.state)
+    if name != of_run and not wanted.partial and _vit.has_odd_depth(checkpoint.state):
+        raise CheckpointError(
+            f"{checkpoint.path} has {settings['depth']} blocks, unlike any known transformer of this kind: copy it "
+            f"again or, if it was built so, pass {option('partial_weights')}"
+        )
     spec, state = fit_or_guess(name, checkpoint.state, settings)
     if _vit.CONV_STEM in state:
         spec["family"] = "conv_stem_vit"
@@ -139,16 +143,6 @@ def load_bare(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
             f"pass {option('arch', 'NAME')} (a torchvision or timm name)"
         )
     return chosen.load(checkpoint, wanted)
-
-
-def _choose_branch(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, dict[str, str]]:
-    payload = payload_fields(checkpoint.payload)
-    name = next((name for name in AVERAGES if payload.get(name)), None)
-    if wanted.branch != "momentum":
-        return checkpoint, {"branch": f"the weights as trained; {name} has their average"} if name else {}
-    if name is None:
-        raise CheckpointError(f"{checkpoint.path} has no moving average; leave out {option('branch', 'momentum')}")
-    return replace(checkpoint, state=find_state_dict(payload[name], name)), {"branch": f"{name}, as requested"}
 
 
 def _read_settings(checkpoint: Checkpoint) -> dict[str, Any]:

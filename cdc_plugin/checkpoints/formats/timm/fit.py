@@ -91,7 +91,8 @@ def _renamed(spec: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, 
     # timm recognises DINOv2's release by its mask token, which may have been dropped before.
     weights = dict(state) | ({"mask_token": torch.zeros(1)} if "register_tokens" in state else {})
     # It adds the two up, which half precision would round.
-    weights |= {key: state[key].float() for key in ("cls_token", "pos_embed") if key in state}
+    added = [key for key in ("cls_token", "pos_embed") if key in state and state[key].is_floating_point()]
+    weights |= {key: state[key].float() for key in added}
     try:
         renamed = rename(weights, _skeleton(spec))
     except Exception:  # written for what their authors published, not for any file

@@ -27,6 +27,11 @@ RELEASED = {
         *(f"vit_{size}_patch16_dinov3_qkvb" for size in ("tiny", "small", "small_plus", "base", "large", "huge_plus")),
         "vit_7b_patch16_dinov3",
     ),
+    "cls_attn_blocks.0.attn.qkv.weight": tuple(
+        f"xcit_{size}_p{patch}_224"
+        for size in ("nano_12", "tiny_12", "tiny_24", "small_12", "small_24", "medium_24", "large_24")
+        for patch in (16, 8)
+    ),
     "downsample_layers.0.0.weight": tuple(f"convnext_{size}" for size in ("tiny", "small", "base", "large")),
 }
 

@@ -9,7 +9,12 @@ from cdc_plugin.checkpoints.formats.lightly_train import read_module_state
 from cdc_plugin.checkpoints.safe_pickle.names import InertRecord
 from cdc_plugin.errors import UserError
 from tests.helpers.checkpoint_builders.networks import LARGE_STEM, resnet
-from tests.helpers.checkpoint_builders.self_supervised import lightly_train_payload, lightly_train_teacher, wrapped
+from tests.helpers.checkpoint_builders.self_supervised import (
+    lightly_train_payload,
+    lightly_train_teacher,
+    lightly_train_transformer,
+    wrapped,
+)
 
 
 def test_student_is_taken_on_request(tmp_path):
@@ -40,3 +45,10 @@ def test_unknown_network_of_lightly_train_is_refused_by_name(tmp_path):
     torch.save(lightly_train_payload(embedding_model=wrapped(nn.Conv2d(3, 4, 3), "_model")), tmp_path / "last.ckpt")
     with pytest.raises(UserError, match=r"of lightly-train, but holds no network.*arch="):
         load_checkpoint(tmp_path)
+
+
+def test_transformer_whose_patch_tokens_are_averaged_is_resized(tmp_path):
+    path = lightly_train_transformer(tmp_path).path
+    backbone = load_checkpoint(path, wanted=Wanted(input_size=96)).backbone
+    assert backbone.spec["family"] == "timm_map"
+    assert backbone.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 64)

@@ -99,7 +99,7 @@ def test_convolutions_before_the_transformer_are_moco_v3s(tmp_path):
     for inputs, outputs in ((3, 48), (48, 96), (96, 192), (192, 384)):
         layers += [nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
     network.patch_embed.proj = nn.Sequential(*layers, nn.Conv2d(384, 384, 1))
-    found = loaded(saved(tmp_path / "a.pth", fix_positions(with_noise(network), True)), network, 64)
+    found = loaded(saved(tmp_path / "a.pth", fix_positions(with_noise(network), True)), network, 64, partial=True)
     assert found.backbone.spec["family"] == "conv_stem_vit"
 
 
@@ -149,7 +149,27 @@ def test_training_checkpoint_of_dinov2_is_read(tmp_path, whole):
     kept = named("backbone.", dinov2_state(teacher)) | {"dino_head.mlp.0.weight": torch.ones(3, 3)}
     together = named("teacher.", kept) | named("student.backbone.", dinov2_state(student))
     payload = {"model": together, "iteration": 5} if whole else {"teacher": kept}
-    assert "DINOv2" in loaded(saved(tmp_path / "a.pth", payload), teacher, 28).origin.writer
+    assert "DINOv2" in loaded(saved(tmp_path / "a.pth", payload), teacher, 28, partial=True).origin.writer
+
+
+def test_lost_block_of_a_counted_transformer_is_noticed(tmp_path):
+    state = dinov2_state(dinov2(28, depth=12))
+    with pytest.raises(UserError, match="11 blocks"):
+        load_checkpoint(saved(tmp_path / "a.pth", {k: v for k, v in state.items() if ".11.11." not in k}))
+    assert load_backbone(saved(tmp_path / "b.pth", state)).spec["kwargs"]["depth"] == 12
+
+
+def test_whole_numbers_for_position_embeddings_are_refused(tmp_path):
+    state = created("test_vit", num_classes=0).state_dict()
+    state["pos_embed"] = state["pos_embed"].mul(100).int()
+    with pytest.raises(UserError):
+        load_checkpoint(saved(tmp_path / "a.pth", state))
+
+
+def test_narrow_transformer_with_assumed_heads_is_warned_of(tmp_path, caplog):
+    path = saved(tmp_path / "a.pth", {"model": fix_positions(tiny(), rows_first=False).state_dict()})
+    open_network(RefineConfig(backbone=str(path)), None)
+    assert "3 attention heads" in caplog.text
 
 
 def test_student_of_ibot_leaves_its_mask_behind(tmp_path):
@@ -186,16 +206,17 @@ def test_half_precision_does_not_round_the_sum_of_class_token_and_position(tmp_p
 def test_dinov2_is_taken_at_224_px_unless_asked_and_its_positions_are_resized(tmp_path, caplog):
     network = dinov2(518, depth=1)
     path, positions = saved(tmp_path / "a.pth", dinov2_state(network)), network.pos_embed
-    found = load_checkpoint(path)
+    found = load_checkpoint(path, wanted=Wanted(partial=True))
     assert features(found.backbone, 224).shape == (2, 384)
     assert found.backbone.input_size == 224
     assert "7.7 times" in found.origin.why["input_size"]
     grid = positions[:, 1:].unflatten(1, (37, 37)).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, scale_factor=16.1 / 37, mode="bicubic").permute(0, 2, 3, 1).flatten(1, 2)
     torch.testing.assert_close(found.backbone.module.pos_embed, torch.cat([positions[:, :1], grid], dim=1))
-    assert torch.equal(load_backbone(path, input_size=518).module.pos_embed, positions)
+    dear = load_checkpoint(path, wanted=Wanted(partial=True, input_size=518)).backbone
+    assert torch.equal(dear.module.pos_embed, positions)
     with pytest.raises(UserError, match=r"220 px .* 14 px.*input_size=210"):
-        load_backbone(path, input_size=220)
+        load_checkpoint(path, wanted=Wanted(partial=True, input_size=220))
     backbone = identify_network(wrap_module(network, 518, None, None))
     assert (backbone.input_size, backbone.spec["name"]) == (518, "vit_giant_patch14_dinov2")
     save_file(named("backbone.module.", network), tmp_path / "model.safetensors")
@@ -225,5 +246,16 @@ def test_target_encoder_of_ijepa_has_no_class_token_and_is_averaged(tmp_path):
     network = with_noise(timm.create_model("vit_huge_patch14_224", num_classes=0, **settings))
     encoder = {f"module.{key}": value + 1 for key, value in network.state_dict().items()}
     payload = {"encoder": encoder, "target_encoder": named("module.", network), "predictor": {"module.a": TOKEN}}
-    found = loaded(saved(tmp_path / "a.pth.tar", payload), network, 28)
+    found = loaded(saved(tmp_path / "a.pth.tar", payload), network, 28, partial=True)
     assert "I-JEPA" in found.origin.why["features"]
+
+
+def test_xcit_under_its_authors_names_is_recognised(tmp_path):
+    network = created("xcit_nano_12_p16_224", num_classes=0)
+    state = network.state_dict()
+    for key in [key for key in state if ".attn.q." in key]:
+        parts = [state.pop(key.replace(".q.", f".{part}.")) for part in "qkv"]
+        state[key.replace(".q.", ".qkv.")] = torch.cat(parts)
+    payload = {"teacher": named("backbone.", state), "student": named("module.backbone.", state)}
+    loaded(saved(tmp_path / "a.pth", payload), network, 64)
+    loaded(saved(tmp_path / "b.pth", state), network, 64)

@@ -4,7 +4,8 @@ import pytest
 from torch import nn
 
 from cdc_plugin.checkpoints.infer.batchnorm import NORMALISATIONS, candidate_normalisations
-from cdc_plugin.checkpoints.infer.resolve import TRUSTED_MISMATCH, check_input, infer_input
+from cdc_plugin.checkpoints.infer.resolve import TRUSTED_MISMATCH, check_input, infer_input, resolve_input
+from cdc_plugin.data.images import open_images
 from cdc_plugin.errors import DataError
 from cdc_plugin.models.architectures import build
 from cdc_plugin.models.backbone import Backbone
@@ -114,6 +115,28 @@ def test_images_behind_augmented_views_and_single_images_raise_no_alarm(images):
     assert check.verdict == "fits"
     assert {check_input(backbone, image[None]).verdict for image in images[:8]} == {"unknown"}
     assert check_input(backbone, noise_like(images[:1])).verdict == "unlike"
+
+
+def test_slight_difference_counts_for_many_images_alone_and_warns_in_a_run(images, caplog):
+    network = network_that_saw(images, small_spec(), NORMALISATIONS["cifar10"])
+    verdicts, many = [], images.repeat(4, 1, 1, 1)
+    for factor, count in ((1.2, 16), (1.2, len(many)), (1.0, len(many))):
+        backbone = backbone_with(network, small_spec(), "cifar10")
+        backbone.mean.mul_(factor)
+        backbone.module.bn1.num_batches_tracked.fill_(100)
+        verdicts.append(check_input(backbone, many[:count]).verdict)
+        resolve_input(backbone, open_images(many[:count].permute(0, 2, 3, 1).numpy(), 32))
+    assert verdicts == ["fits", "other", "fits"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_single_image_settles_nothing_and_unlike_images_leave_a_warning(images, network, caplog):
+    for given, warned in ((images[:1], 0), (images, 0), (noise_like(images), 1)):
+        caplog.clear()
+        backbone = backbone_with(network, small_spec(), inferred=OPEN)
+        resolved = resolve_input(backbone, open_images(given.permute(0, 2, 3, 1).numpy(), 32))
+        assert ("mean" in resolved.inferred) == (len(given) == 1 or warned == 1)
+        assert sum("are assumed" in record.getMessage() for record in caplog.records) == warned
 
 
 def test_images_enlarged_beyond_those_of_the_training_are_noticed(images):
