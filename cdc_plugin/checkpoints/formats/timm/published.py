@@ -71,8 +71,8 @@ def fetch_from_hub(path: str) -> Path:
     problem: Exception | None = None
     for file in (*WEIGHT_FILES, INDEX):
         try:
-            path = Path(hf_hub_download(name, file, revision=revision or None))
-            parts = [Path(hf_hub_download(name, part, revision=revision or None)) for part in _list_parts(path)]
+            fetched = Path(hf_hub_download(name, file, revision=revision or None))
+            parts = [Path(hf_hub_download(name, part, revision=revision or None)) for part in _list_parts(fetched)]
             return parts[0]
         except Exception as error:  # the client's own errors vary with its version
             problem = error
@@ -95,8 +95,7 @@ def find_cached_weights(hub_id: str, revision: str | None = None) -> Path | None
 
 
 def _list_parts(file: Path) -> list[str]:
-    """Return the names of the files that weights lie in: its own, or those that an index names; none of a broken one.
-    """
+    """Return the names of the files that weights lie in: its own, or those that an index names (none if broken)."""
     if file.name != INDEX:
         return [file.name]
     try:
