@@ -128,7 +128,9 @@ def inspect(
         "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
         "feature_dim": backbone.feature_dim,
         "weights": {"matched": loaded.matched, "tensors": len(backbone.module.state_dict())},
-        "input": {
+        "input": None
+        if backbone.takes_features
+        else {
             "size": backbone.input_size,
             "mean": _round(backbone.mean),
             "std": _round(backbone.std),
@@ -364,7 +366,8 @@ def _is_same(first: nn.Module, second: nn.Module) -> bool:
 def _describe_head(head: nn.Module) -> dict[str, Any]:
     spec: dict[str, Any] = head.spec  # type: ignore[assignment]
     layers = [entry[0] for entry in spec.get("layers", [])]
-    kind = {"mlp": "linear-batchnorm-relu-linear", "cosine": "cosine"}.get(spec["kind"], "-".join(layers))
+    known = {"mlp": "linear-batchnorm-relu-linear", "cosine": "cosine", "mixture": "mean of linear layers"}
+    kind = known.get(spec["kind"], "-".join(layers))
     return {"kind": kind, "clusters": spec["clusters"], "temperature": spec.get("temperature")}
 
 

@@ -18,10 +18,11 @@ from cdc_plugin.checkpoints.formats import (
     secu,
     solo_learn,
     spice,
+    temi,
     timm,
     torchvision,
     transformers,
-    unsupported,
+    turtle,
 )
 from cdc_plugin.checkpoints.formats.base import CheckpointFormat
 from cdc_plugin.core.registry import Registry
@@ -40,8 +41,8 @@ formats: Registry[CheckpointFormat] = Registry(
         "spice-self": CheckpointFormat(spice.matches_self, spice.load_self),
         "spice-semi": CheckpointFormat(spice.matches_semi, spice.load_semi),
         "moco": CheckpointFormat(spice.matches_moco, spice.load_moco),
-        "temi": CheckpointFormat(unsupported.matches_temi, unsupported.refuse_temi),
-        "turtle": CheckpointFormat(unsupported.matches_turtle, unsupported.refuse_turtle),
+        "temi": CheckpointFormat(temi.matches, temi.load_temi),
+        "turtle": CheckpointFormat(turtle.matches, turtle.load_turtle),
         "transformers": CheckpointFormat(transformers.matches, transformers.load_transformers),
         "clip": CheckpointFormat(clip.matches, clip.load_clip),
         "lightly-train": CheckpointFormat(lightly_train.matches, lightly_train.load_lightly_train),

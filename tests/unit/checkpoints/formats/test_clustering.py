@@ -1,11 +1,8 @@
 """Choices and refusals of the formats of clustering networks; features and logits are in tests/interop/test_layouts."""
 
-import argparse
-
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.formats import formats
@@ -23,7 +20,7 @@ from tests.helpers.checkpoint_builders.clustering import (
     wide_resnet,
     written,
 )
-from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, STL_STEM, WIDTHS, computed, mlp, named, resnet
+from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, STL_STEM, WIDTHS, computed, resnet
 
 FEATURES = torch.rand(4, WIDTHS[3], generator=torch.Generator().manual_seed(0))
 
@@ -122,18 +119,6 @@ def test_released_cdc_refuses_heads_that_disagree_or_diverged(tmp_path, small):
     saved["cali_mlp"]["module.calibration_head.0.bias"].fill_(float("nan"))
     with pytest.raises(UserError, match="NaN or infinite"):
         load_checkpoint(written(tmp_path, saved))
-
-
-def test_heads_on_embeddings_are_named_and_refused(tmp_path):
-    heads = {"embed_mean": torch.zeros(4), "embed_std": torch.ones(4), "head.best_head_idx": torch.tensor(0)}
-    heads |= named("head.heads.0.mlp.", mlp("linear", "relu", "linear"))
-    temi = {"student": heads, "teacher": heads, "epoch": 3, "args": argparse.Namespace(arch="clip_ViT-B/32")}
-    with pytest.raises(CheckpointError, match=r"heads of TEMI.*\(clip_ViT-B/32\).*timm:NAME"):
-        load_checkpoint(written(tmp_path, temi))
-    turtle = {f"phi{number}": nn.Linear(8, 10).state_dict() for number in (1, 2)}
-    for spaces in ({"phi1": turtle["phi1"]}, turtle):
-        with pytest.raises(CheckpointError, match=r"linear heads of TURTLE.*timm:NAME"):
-            load_checkpoint(written(tmp_path, spaces, "turtle.pt"))
 
 
 @pytest.mark.parametrize(
