@@ -103,8 +103,8 @@ def estimate_cost(settings: ResolvedConfig, backbone: Backbone, image_count: int
     if not settings.freeze_backbone and seconds > DEAR and passes > 4 * frozen:
         minutes = frozen * seconds / passes / 60
         lines.append(
-            f"advice: try {option('freeze_backbone')} first, about {minutes:.0f} min, then train_blocks=2; to train all "
-            "of so large a network is worth its time only where their clusters are wrong"
+            f"advice: try {option('freeze_backbone')} first, about {minutes:.0f} min, then train_blocks=2; to train "
+            "all of so large a network is worth its time only where their clusters are wrong"
         )
     if settings.freeze_backbone and sys.platform == "linux":
         import resource
