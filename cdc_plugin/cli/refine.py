@@ -74,7 +74,8 @@ def refine_command(arguments: Sequence[str] | None = None) -> None:
 
             recipe, flags = recipe or "digits", {**demo_settings(), **flags}
         request, note = configure(recipe, flags, options.overrides), ""
-        if request.backbone is None and request.data is not None and not options.resume:
+        named = request.backbone is not None or request.features  # beside features, data are pictures for the report
+        if not named and request.data is not None and not options.resume:
             request, note = take_at_hand(request)
         if options.dry_run:
             from cdc_plugin.config.load import to_yaml
