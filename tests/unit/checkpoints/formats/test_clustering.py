@@ -1,5 +1,7 @@
 """Choices and refusals of the formats of clustering networks; features and logits are in tests/interop/test_layouts."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -119,6 +121,28 @@ def test_released_cdc_refuses_heads_that_disagree_or_diverged(tmp_path, small):
     saved["cali_mlp"]["module.calibration_head.0.bias"].fill_(float("nan"))
     with pytest.raises(UserError, match="NaN or infinite"):
         load_checkpoint(written(tmp_path, saved))
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_clusterings_of_divclust_are_asked_for_where_there_are_several(tmp_path, small, several):
+    own = {"backbone.conv1.": "backbone.layer0.0.", "backbone.bn1.": "backbone.layer0.1."}
+    state = {f"backbone.{key}": value for key, value in small.state_dict().items() if not key.startswith("fc.")}
+    state = {re.sub(r"^backbone\.(conv1|bn1)\.", lambda m: own[m[0]], key): value for key, value in state.items()}
+    widths = [(WIDTHS[3], WIDTHS[3]), (WIDTHS[3], 10)]
+    for layer, (inputs, outputs) in zip((0, 2), widths, strict=True):
+        state[f"clu_mlp.{layer}.weight"] = torch.randn(several, outputs, inputs)
+        state[f"clu_mlp.{layer}.bias"] = torch.randn(several, 1, outputs)
+    path = written(tmp_path, state)
+    if several > 1:
+        assert not load_checkpoint(path).heads
+    loaded = load_checkpoint(path, wanted=Wanted(head=several - 1))
+    assert loaded.format == "divclust"
+    hidden = FEATURES @ state["clu_mlp.0.weight"][-1].T + state["clu_mlp.0.bias"][-1]
+    logits = hidden.relu() @ state["clu_mlp.2.weight"][-1].T + state["clu_mlp.2.bias"][-1]
+    torch.testing.assert_close(computed(*loaded.heads, given=FEATURES), logits)
+    broken = {**state, "clu_mlp.2.bias": torch.randn(several, 10)}
+    with pytest.raises(CheckpointError, match="clusterings of unlike shapes"):
+        load_checkpoint(written(tmp_path, broken))
 
 
 @pytest.mark.parametrize(
