@@ -71,7 +71,7 @@ def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
         raise CheckpointError(f"a backbone spec of family {family!r} needs {missing}: {shorten(dict(spec))}") from error
     except NotImplementedError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"cannot build a network from {shorten(dict(spec))}: {shorten(str(error))}") from error
 
 

@@ -427,7 +427,11 @@ def _read_preprocessor(
         why = dict.fromkeys(INPUT_FACTS, f"usual for this network, there is no {PREPROCESSOR}")
         return None, *family.normalised, set(), why
     source = str(checkpoint.path.with_name(name))
-    mean, std = (three_numbers(fields.get(f"image_{fact}")) for fact in ("mean", "std"))
+    given = [fields.get(f"image_{fact}") for fact in ("mean", "std")]
+    given = [[value] * 3 if isinstance(value, float | int) else value for value in given]  # one for all channels
+    mean, std = map(three_numbers, given)
+    if any(value is not None and not numbers for value, numbers in zip(given, (mean, std), strict=True)):
+        raise CheckpointError(f"{source}: image_mean and image_std take 3 numbers; found {shorten(given)}")
     stated = set(INPUT_FACTS) if mean and std else {"input_size"}
     if fields.get("do_normalize") is False:
         mean, std, stated = [0.0] * 3, [1.0] * 3, set(INPUT_FACTS)

@@ -177,6 +177,8 @@ def test_result_keeps_how_photos_are_prepared_and_which_vector_is_taken(tmp_path
         ({}, {"size": {"shortest_edge": 32, "longest_edge": 64}}, "size is that of a square"),
         ({}, {"image_std": [0.0, 1.0, 1.0]}, "take 3 numbers"),
         ({}, {"image_mean": [float("nan")] * 3}, "take 3 numbers"),
+        ({}, {"image_mean": [0.5] * 4}, "take 3 numbers"),
+        ({"model_type": "convnext", "depths": [1, 1], "patch_size": 4}, {}, "cannot build|could not build"),
         ({}, {"do_center_crop": True, "crop_size": 64}, "at most size"),
         ({}, {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0}, "crop_pct lies"),
     ],
@@ -195,6 +197,8 @@ def test_pixels_of_another_scale_are_normalised_as_stated(tmp_path):
 
     mean, std = torch.tensor(IMAGENET[0]), torch.tensor(IMAGENET[1])
     torch.testing.assert_close(statistics("twice", rescale_factor=2 / 255), torch.stack([mean, std]) / 2)
+    half = torch.full((3,), 0.5)
+    torch.testing.assert_close(statistics("same", image_mean=0.5, image_std=0.5), torch.stack([half, half]))
     torch.testing.assert_close(statistics("none", do_rescale=False), torch.stack([mean, std]) / 255)
 
 
