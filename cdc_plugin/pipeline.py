@@ -59,7 +59,7 @@ def refine(
     if features is not None:
         spaces = split_sources(features)
         overrides["features"] = [str(s) if isinstance(s, (str, Path)) else f"<{type(s).__name__}>" for s in spaces]
-        data = describe_features(spaces, data, overrides.get("labels", True), overrides.get("data_root"))
+        data = describe_features(features, data, overrides.get("labels", True), overrides.get("data_root"))
     given_data = None if isinstance(data, (str, Path)) else data
     flags = {
         **overrides,

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
+from cdc_plugin.checkpoints.formats import clip, transformers
 from cdc_plugin.checkpoints.formats.timm.published import find_cached_weights
+from cdc_plugin.checkpoints.read import payload_fields, read_sidecars
 from cdc_plugin.errors import ConfigError, option
 
 # Best first: what clustered photos best without labels, by the names under which it is published.
@@ -42,9 +44,17 @@ def _in_hub_cache() -> list[tuple[str, Path]]:
     for folder in sorted(cache.glob("models--*--*")) if cache.is_dir() else ():
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
         weights = find_cached_weights(name)
-        if weights is not None and weights.is_file():
+        if weights is not None and weights.is_file() and _is_readable(weights):
             found.append((f"hf-hub:{name}", weights))
     return found
+
+
+def _is_readable(weights: Path) -> bool:
+    """Return whether the settings beside weights are those of a network that one of the formats reads."""
+    beside = read_sidecars(weights)
+    config = payload_fields(beside.get(transformers.CONFIG))
+    known = config.get("model_type") in transformers.FAMILIES and not config.get("auto_map")
+    return known or isinstance(config.get("architecture"), str) or clip.CONFIG in beside
 
 
 def _in_torch_cache() -> list[tuple[str, Path]]:

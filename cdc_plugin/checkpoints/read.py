@@ -43,6 +43,8 @@ MOST_VALUES = 100_000  # of settings beside a checkpoint
 RUN_SIDECARS = ("args.json", "args.yaml", "hparams.yaml")
 DEEPEST_YAML = 100
 SIDECAR_LIMITS = {".json": 1_000_000, ".yaml": 100_000}  # bytes; reading YAML is slow
+# How the hub's libraries name the parts of weights that are too large for one file.
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)")
 # A run that has both keeps more facts in its checkpoints than in what it exports.
 RUN_FOLDERS = ("checkpoints", "exported_models")
 DEEPEST_MODULE = 20
@@ -82,9 +84,7 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     ``trust`` opens pickled modules, which runs the code they name; only where the user asks for it.
     """
     file = locate(Path(path))
-    with file.open("rb") as stream:
-        head = stream.read(512)
-    payload = _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
+    payload = _read_parts(file, trust) if PART.fullmatch(file.name) else _read_file(file, trust)
     if isinstance(payload, Mapping) and {"refiner", "digest"} <= payload.keys():
         raise CheckpointError(
             f"{file} is the state of an unfinished run, not its model; finish it first: "
@@ -324,7 +324,7 @@ def _is_result(folder: Path) -> bool:
 def _choose(checkpoints: list[Path]) -> Path | None:
     """Return the latest checkpoint of one run; None if they are of several runs, or of unlike names."""
     stems = {p: re.sub(r"(\.(pth|pt))?\.\w+$", "", p.name) for p in checkpoints}
-    whole = [p for p in checkpoints if p.name == "model.safetensors"]
+    whole = [p for p in checkpoints if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", p.name)]
     last = [p for p in checkpoints if re.fullmatch(r"(.*[-_=])?last(-v\d+)?", stems[p])]
     group = whole or last or checkpoints
     # Lightning counts: last, last-v1, last-v2.
@@ -394,6 +394,29 @@ def _search(payload: Any, depth: int) -> dict[str, Tensor] | None:
         holders = [v for v in payload.values() if _search(v, depth + 1) is not None]
         inner = holders if len(holders) == 1 else []
     return next((state for state in (_search(value, depth + 1) for value in inner) if state), None)
+
+
+def _read_parts(file: Path, trust: bool) -> dict[str, Tensor]:
+    """Return the weights of all parts, of which one is given: each weight lies in one of them."""
+    found: re.Match[str] = PART.fullmatch(file.name)  # type: ignore[assignment]
+    stem, _, count, suffix = found.groups()
+    left = {f"{stem}-{number:05}-of-{count}{suffix}" for number in range(1, int(count) + 1)}
+    left -= {part.name for part in file.parent.iterdir()}
+    if left:
+        raise CheckpointError(
+            f"{file} is one of {int(count)} parts, and {len(left)} are not beside it, as {min(left)}; copy them there"
+        )
+    state: dict[str, Tensor] = {}
+    for number in range(1, int(count) + 1):
+        part = file.with_name(f"{stem}-{number:05}-of-{count}{suffix}")
+        state |= find_state_dict(_read_file(part, trust), part.name)
+    return state
+
+
+def _read_file(file: Path, trust: bool) -> Any:
+    with file.open("rb") as stream:
+        head = stream.read(512)
+    return _read_safetensors(file) if _is_safetensors(file, head) else _read_torch(file, head, trust)
 
 
 def _is_safetensors(file: Path, head: bytes) -> bool:

@@ -92,8 +92,10 @@ def _origin(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _input(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    given, why = report["input"], report["why"]
-    values = {"mean": _numbers(given["mean"]), "std": _numbers(given["std"]), "input_size": f"{given['size']} px"}
+    given, why = report["input"] or {"inferred": []}, report["why"]
+    values = {}
+    if report["input"]:
+        values = {"mean": _numbers(given["mean"]), "std": _numbers(given["std"]), "input_size": f"{given['size']} px"}
     for name, value in values.items():
         reason = "; ".join(filter(None, ["inferred" if name in given["inferred"] else "", why.get(name)]))
         yield name.replace("input_", "image "), value + (f"   ({reason})" if reason else "")

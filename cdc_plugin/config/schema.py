@@ -191,6 +191,17 @@ class RefineConfig:
     )
     schedule: str = setting("cosine", "course of the rates; constant in the paper", choices=("cosine", "constant"))
     freeze_backbone: bool = setting(False, "train the heads only, on cached features")
+    train_blocks: int | None = setting(
+        None,
+        "last blocks of the backbone that are trained, with what follows them; the others stay as they are",
+        auto="all",
+        at_least=1,
+        at_most=1000,
+        metavar="N",
+    )
+    recompute_blocks: bool = setting(
+        False, "compute the blocks of a transformer or ConvNeXt again in the backward pass, which saves memory"
+    )
     frozen_views: int = setting(
         4,
         "weak and strong views per image that a frozen backbone computes once; 0 trains on the plain features",
@@ -249,6 +260,8 @@ METHOD_SETTINGS = (
         "lr_backbone",
         "schedule",
         "freeze_backbone",
+        "train_blocks",
+        "recompute_blocks",
         "frozen_views",
         "augment",
         "seed",

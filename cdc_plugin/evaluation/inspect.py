@@ -24,9 +24,9 @@ from cdc_plugin.core.random_streams import generator
 from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.data.images import Progress, open_images
 from cdc_plugin.data.views import plain_view, view_settings, weak_view
-from cdc_plugin.errors import DataError, UserError
+from cdc_plugin.errors import DataError, UserError, option
 from cdc_plugin.evaluation.records import SCHEMA_VERSION
-from cdc_plugin.models.architectures import build
+from cdc_plugin.models.architectures import build, describe
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.training.runtime import choose_device
 
@@ -128,7 +128,9 @@ def inspect(
         "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
         "feature_dim": backbone.feature_dim,
         "weights": {"matched": loaded.matched, "tensors": len(backbone.module.state_dict())},
-        "input": {
+        "input": None
+        if backbone.takes_features
+        else {
             "size": backbone.input_size,
             "mean": _round(backbone.mean),
             "std": _round(backbone.std),
@@ -157,6 +159,8 @@ def examine_images(backbone: Backbone, data: Any, device: torch.device, progress
     Facts that the checkpoint does not state are inferred first, as at the start of a run; the rest is about the
     backbone that a run would use.
     """
+    if backbone.takes_features:
+        raise DataError(f"the model takes {describe(backbone.spec)}, not images; leave {option('data', '...')} out")
     adopt_native_size(backbone, data)
     images = open_images(data, backbone.input_size, labels=False, progress=progress, limit=MOST_IMAGES)
     if len(images) < FEWEST_IMAGES:
@@ -364,7 +368,8 @@ def _is_same(first: nn.Module, second: nn.Module) -> bool:
 def _describe_head(head: nn.Module) -> dict[str, Any]:
     spec: dict[str, Any] = head.spec  # type: ignore[assignment]
     layers = [entry[0] for entry in spec.get("layers", [])]
-    kind = {"mlp": "linear-batchnorm-relu-linear", "cosine": "cosine"}.get(spec["kind"], "-".join(layers))
+    known = {"mlp": "linear-batchnorm-relu-linear", "cosine": "cosine", "mixture": "mean of linear layers"}
+    kind = known.get(spec["kind"], "-".join(layers))
     return {"kind": kind, "clusters": spec["clusters"], "temperature": spec.get("temperature")}
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ STEM = {"kernel": 7, "stride": 2, "padding": 3, "pool": True}
 SIDE, COUNT, WIDTH, SMALL = (1, LARGEST_SIDE), (1, 200), (1, 65_536), (1, 64)
 FLAGS = (
     *("class_token", "no_embed_class", "dynamic_img_size", "strict_img_size", "qkv_bias", "qk_norm", "pre_norm"),
-    *("fc_norm", "use_fc_norm"),
+    *("fc_norm", "use_fc_norm", "bias"),
 )
 ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("img_size", "image_size"), SIDE),
@@ -38,7 +39,8 @@ ARGUMENTS: dict[str, Any] = {
     "in_chans": (3, 3),
     "num_reg_tokens": (0, 64),
     "pretrained_window_sizes": (0, 64),
-    "projection": WIDTH,
+    **dict.fromkeys(("projection", "hidden"), WIDTH),
+    "head": ("linear", "mlp", "own"),  # what projects the features of a tower
     "rope_temperature": (1.0, 1e6),
     **dict.fromkeys(("eps", "final_eps"), (0.0, 0.1)),
     "block": ("basic", "bottleneck"),
@@ -69,7 +71,7 @@ def build(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
         raise CheckpointError(f"a backbone spec of family {family!r} needs {missing}: {shorten(dict(spec))}") from error
     except NotImplementedError:
         raise
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"cannot build a network from {shorten(dict(spec))}: {shorten(str(error))}") from error
 
 
@@ -182,6 +184,25 @@ def build_timm(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
     return network, spec["projection"]
 
 
+def build_timm_tower(spec: Mapping[str, Any]) -> tuple[nn.Module, int]:
+    """Return a timm network and what projects its features: its own classifier, or a linear layer or two after it."""
+    import timm
+
+    outputs = spec["projection"]
+    network, features = build_timm({name: spec[name] for name in ("name", "kwargs")})
+    if spec["head"] == "own":
+        network = timm.create_model(spec["name"], pretrained=False, num_classes=outputs, **spec["kwargs"])
+        return network, outputs
+    last = nn.Linear(features, outputs, bias=spec["bias"])
+    if spec["head"] == "mlp":
+        last = nn.Linear(spec["hidden"], outputs, bias=spec["bias"])
+        layers = {"fc1": nn.Linear(features, spec["hidden"]), "act": nn.GELU(), "fc2": last}
+        head: dict[str, nn.Module] = {"mlp": nn.Sequential(OrderedDict(layers))}
+    else:
+        head = {"proj": last}
+    return nn.Sequential(OrderedDict({"trunk": network, "head": nn.Sequential(OrderedDict(head))})), outputs
+
+
 class MapMean(nn.Module):
     """A timm network that gives the mean of its last feature map, or of its patch tokens, instead of its head."""
 
@@ -271,6 +292,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], tuple[nn.Module, int]]] = {
     "timm": build_timm,
     "torchvision": build_torchvision,
     **dict.fromkeys(("timm_map", "torchvision_map"), build_map),
+    "timm_tower": build_timm_tower,
     "torchvision_vit": build_torchvision_vit,
     "twice_normed_vit": build_twice_normed_vit,
     "conv_stem_vit": build_conv_stem_vit,

@@ -23,6 +23,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "linear": nn.Linear,
     "batchnorm": partial(nn.BatchNorm1d, eps=BATCHNORM_EPSILON),
     "relu": partial(nn.ReLU, inplace=True),
+    "gelu": nn.GELU,
     "normalize": Normalize,
 }
 
@@ -34,7 +35,7 @@ class LayeredHead(nn.Sequential):
 
     Args:
         layers: ``["linear", inputs, outputs]``, ``["linear", inputs, outputs, False]`` (no bias),
-            ``["batchnorm", size]``, ``["relu"]`` or ``["normalize"]`` (to unit length).
+            ``["batchnorm", size]``, ``["relu"]``, ``["gelu"]`` or ``["normalize"]`` (to unit length).
     """
 
     def __init__(self, layers: Sequence[Sequence[Any]]) -> None:
@@ -114,7 +115,34 @@ class CosineHead(nn.Module):
         return self.logits(self.hidden(features))
 
 
-def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | CosineHead:
+class MixtureHead(nn.Module):
+    """Mean of the probabilities that linear layers give, one for each of several spaces side by side (TURTLE)."""
+
+    def __init__(self, spaces: Sequence[int], clusters: int, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(size, clusters) for size in spaces)
+        self.spaces, self.clusters, self.temperature = list(spaces), clusters, temperature
+        self.spec = {"kind": "mixture", "spaces": self.spaces, "clusters": clusters, "temperature": temperature}
+
+    def hidden(self, features: Tensor) -> Tensor:
+        """Return the features, which are all that the layers see."""
+        return features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        spaces = hidden.split(self.spaces, dim=1)
+        each = [F.log_softmax(part(space), dim=1) for part, space in zip(self.parts, spaces, strict=True)]
+        return torch.stack(each).logsumexp(dim=0) / self.temperature
+
+    def divide_logits(self, temperature: float) -> None:
+        """Divide all logits from now on."""
+        self.temperature *= temperature
+        self.spec["temperature"] = self.temperature
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.logits(self.hidden(features))
+
+
+def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | CosineHead | MixtureHead:
     """Build a head with random weights from its ``spec``.
 
     >>> build_head({"kind": "mlp", "hidden": 4, "clusters": 3}, feature_dim=2, source="here").clusters
@@ -128,6 +156,8 @@ def build_head(spec: Any, feature_dim: int, source: str) -> LayeredHead | Cosine
             return LayeredHead(spec["layers"])
         if kind == "cosine":
             return CosineHead(spec["layers"], int(spec["dim"]), int(spec["clusters"]), float(spec["temperature"]))
+        if kind == "mixture":
+            return MixtureHead(spec["spaces"], int(spec["clusters"]), float(spec["temperature"]))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         pass
     raise CheckpointError(f"{source} does not state its heads in a known way; was it edited by hand?")

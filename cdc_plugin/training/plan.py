@@ -20,6 +20,7 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.random_streams import generator
 from cdc_plugin.data.images import survey_images
 from cdc_plugin.data.views import channels_last
+from cdc_plugin.errors import option
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.features import SAMPLE, images_per_pass
@@ -30,11 +31,13 @@ from cdc_plugin.training.prepare import (
     find_source,
     open_network,
     refuse_few,
+    restrict_training,
 )
 from cdc_plugin.training.refiner import NotFiniteError, Refiner
 from cdc_plugin.training.runtime import Runtime, choose_device
 from cdc_plugin.training.steps import Views
 
+DEAR = 1800  # seconds of passes from which fine-tuning should not be the first thing to try
 REPORT = 0.3  # GB that the end of a run takes
 
 
@@ -50,6 +53,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
     images = survey_images(source, backbone.input_size, labels=request.labels, root=request.data_root)
     refuse_few(images.count, images.source, clusters)
     settings = resolve(request, collect_facts(request, loaded, backbone, images.count))
+    restrict_training(backbone, settings)
     sizes = batch_sizes(images.count, settings.batch_size)
     steps = steps_per_epoch(images.count, settings.batch_size, settings.sub_batch_size)
     epochs = f"{settings.epochs} epochs"
@@ -77,14 +81,17 @@ def estimate_cost(settings: ResolvedConfig, backbone: Backbone, image_count: int
     """Return in words what time and memory a run takes here, by a pass of the network and a batch of the heads."""
     device, size = choose_device(settings.device), settings.input_size
     runtime = Runtime(device, settings.precision)
-    passes, seconds = 0.0, 0.0
+    passes, seconds, frozen = 0.0, 0.0, 1.1 + 2 * settings.frozen_views
     if not backbone.takes_features:
         pixels = torch.rand(images_per_pass(size, device), 3, size, size, device=device)
         backbone.place(device, compiled=False, trained=False)
         per_image = _time(lambda: _pass(backbone.eval(), pixels, runtime)) / len(pixels)
-        # A step on three of four images costs three times their pass; start, reviews and end see all of them once.
-        trained = settings.epochs * (1 + 3 * 0.75) + settings.rounds + 1
-        passes = 1.1 + 2 * settings.frozen_views if settings.freeze_backbone else trained
+        # A step on three of four images costs three times their pass, less where the first blocks stay as they are;
+        # start, reviews and end see all of them once.
+        weights = [(each.numel(), each.requires_grad) for each in backbone.parameters()]
+        share = sum(size for size, moves in weights if moves) / max(1, sum(size for size, _ in weights))
+        trained = settings.epochs * (1 + (1 + 2 * share + settings.recompute_blocks) * 0.75) + settings.rounds + 1
+        passes = frozen if settings.freeze_backbone else trained
         seconds = passes * image_count * per_image
     rows = torch.randn(settings.batch_size, backbone.feature_dim, device=device)
     first, second = (ClusterHead(backbone.feature_dim, settings.hidden, settings.clusters) for _ in range(2))
@@ -99,6 +106,12 @@ def estimate_cost(settings: ResolvedConfig, backbone: Backbone, image_count: int
     learning = batches * _time(learn) if batches else 0.0
     network = f"{seconds / 60:.1f} min for {passes:.1f} passes of all images and " if passes else ""
     lines = [f"time: about {network}{learning / 60:.1f} min for the heads; reading and decoding are not counted"]
+    if not settings.freeze_backbone and seconds > DEAR and passes > 4 * frozen:
+        minutes = frozen * seconds / passes / 60
+        lines.append(
+            f"advice: try {option('freeze_backbone')} first, about {minutes:.0f} min, then train_blocks=2; to train "
+            "all of so large a network is worth its time only where their clusters are wrong"
+        )
     if settings.freeze_backbone and sys.platform == "linux":
         import resource
 

@@ -26,6 +26,7 @@ from cdc_plugin.data.sources.features import FeatureSource, describe_features
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
 from cdc_plugin.models.architectures import build, describe
 from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.models.blocks import recompute_blocks, train_last_blocks
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
 from cdc_plugin.training.batches import CROP_SCALES, choose_augmentation, training_views
 from cdc_plugin.training.features import Features, head_probabilities, nearest_of_all, refine_over_all, shared_features
@@ -85,6 +86,7 @@ def prepare(
     if distributed.size > 1:
         distributed.check_same_images(digest_image_list(images), len(images))
         log.info("%d processes train together", distributed.size)
+    distributed.raise_together(lambda: restrict_training(backbone, settings))
     backbone.place(runtime.device, settings.compile, not settings.freeze_backbone)
     log.info("%s: %s", loaded.origin.writer, loaded.origin.network)
     features = extract(backbone, images, runtime)
@@ -92,6 +94,16 @@ def prepare(
         raise CheckpointError("the backbone gives features that are not finite: is this the right checkpoint?")
     old = head_probabilities(loaded.heads[-1].to(runtime.device), features) if loaded.heads else None
     return Prepared(request, settings, loaded, backbone, images, runtime, features, old)
+
+
+def restrict_training(backbone: Backbone, settings: ResolvedConfig) -> None:
+    """Let training change as much of the backbone, in as little memory, as is asked for."""
+    if settings.freeze_backbone:
+        return
+    if settings.train_blocks is not None:
+        train_last_blocks(backbone.module, settings.train_blocks)
+    if settings.recompute_blocks:
+        recompute_blocks(backbone.module)
 
 
 def collect_facts(

@@ -20,7 +20,7 @@ from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.models.heads import build_head
 from cdc_plugin.training.features import shared_features
-from cdc_plugin.training.prepare import check_processes, open_data
+from cdc_plugin.training.prepare import check_processes, open_data, restrict_training
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.review import freeze
 from cdc_plugin.training.run_folder import CONFIG, KEPT, OF_THE_REQUEST, STATE, UNFIXED, Run, fixed_settings
@@ -60,6 +60,7 @@ def resume_run(
     else:
         raise ConfigError(f"{folder} was started with a module of your own; pass it again to resume")
     backbone = Backbone(network, **read_side(record))
+    restrict_training(backbone, settings)
     backbone.place(runtime.device, settings.compile, not settings.freeze_backbone)
 
     def open_again() -> ImageSet:

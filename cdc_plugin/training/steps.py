@@ -15,6 +15,7 @@ from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.losses import calibration_loss, check_calibration, pseudo_label_loss
 from cdc_plugin.core.random_streams import send
 from cdc_plugin.core.selection.base import Selection
+from cdc_plugin.models.blocks import find_unchanged
 from cdc_plugin.training.runtime import Runtime, ShardPlan, plan_shards
 from cdc_plugin.training.sync_batchnorm import convert_on_cuda, share_statistics
 
@@ -95,8 +96,9 @@ class Networks:
         self.calibration_head = calibration_head.to(device)
         self.target_head = self.calibration_head if settings.heads == "dual" else self.clustering_head
         groups: list[dict[str, Any]] = [{"params": list(clustering_head.parameters()), "full_lr": settings.lr_heads}]
-        if any(True for _ in backbone.parameters()):
-            groups.append({"params": list(backbone.parameters()), "full_lr": settings.lr_backbone})
+        self.unchanged = find_unchanged(self.backbone)
+        if trained := [parameter for parameter in backbone.parameters() if parameter.requires_grad]:
+            groups.append({"params": trained, "full_lr": settings.lr_backbone})
         # Two optimisers: the calibration head never moves the backbone (Sec. 3.1, "stop gradient").
         fused = device.type in ("cpu", "cuda")  # all weights in one kernel
         self.clustering_optimizer = torch.optim.Adam(groups, fused=fused)
@@ -146,6 +148,12 @@ class Networks:
         modules = nn.ModuleList(self.modules()).eval()
         for layer in _find_batchnorms(modules):
             layer.train()
+        self.rest()
+
+    def rest(self) -> None:
+        """Leave what training may not change as it is used later: its BatchNorm layers keep their statistics."""
+        for part in self.unchanged:
+            part.eval()
 
     def align(self) -> None:
         """Begin the next epoch alike in all processes, with the copy of a single head renewed."""
@@ -260,6 +268,7 @@ def step_joint_loss(networks: Networks, views: Views, targets: BatchTargets, sub
 def compute_clustering_loss(networks: Networks, views: Views, selection: Selection, sub_batch: SubBatch) -> Tensor:
     """Return the pseudo-label loss (Eq. 5) of the strong views of a sub-batch."""
     networks.backbone.train()
+    networks.rest()
     networks.clustering_head.train()
     pixels = views.strong_of(sub_batch.own)
     with networks.runtime.autocast():

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 import cdc_plugin
 from cdc_plugin import Backbone, Report, UserError, inspect, load_model, refine
+from cdc_plugin.checkpoints import load_checkpoint
 from cdc_plugin.errors import ConfigError, DataError, OutputError
 from cdc_plugin.pipeline import run
 from cdc_plugin.training.request import configure
@@ -173,6 +174,22 @@ def test_a_module_of_ones_own_without_batchnorm(tmp_path, digits, frozen):
     assert moved is not frozen
     with pytest.raises(UserError, match="module=network"):
         load_model(report.folder)
+
+
+def test_last_blocks_are_trained_alone_and_a_resumed_run_ends_alike(tmp_path, digits, tiny_checkpoint):
+    settings = {**QUICK, "epochs": 3, "train_blocks": 1}
+    report = refine(tiny_checkpoint, digits[0][:60], 2, out=tmp_path / "whole", **settings)
+    start = load_checkpoint(tiny_checkpoint).backbone.module.state_dict()
+    end = load_model(report.folder).backbone.module.state_dict()
+    moved = {key.split(".")[0] for key, value in start.items() if not torch.equal(value, end[key])}
+    assert moved == {"layer4"}
+    refine_until_stopped(2, tiny_checkpoint, digits[0][:60], 2, out=tmp_path / "parts", **settings)
+    refine(tiny_checkpoint, digits[0][:60], 2, out=tmp_path / "parts", resume=True, **settings)
+    assert read_weights(tmp_path / "parts") == read_weights(report.folder)
+    with pytest.raises(ConfigError, match="train_blocks is at most"):
+        refine(tiny_checkpoint, digits[0][:60], 2, out=tmp_path / "more", **{**settings, "train_blocks": 99})
+    with pytest.raises(ConfigError, match="recompute_blocks"):
+        refine(tiny_checkpoint, digits[0][:60], 2, out=tmp_path / "more", **QUICK, recompute_blocks=True)
 
 
 def test_a_torch_data_set_with_labels_and_zero_epochs_and_the_module_of_the_caller_is_left_alone(

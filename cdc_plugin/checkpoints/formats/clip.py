@@ -45,8 +45,15 @@ RESNETS = {
     **{(64, 6): "resnet50_clip", (64, 23): "resnet101_clip", (80, 10): "resnet50x4_clip"},
     **{(96, 18): "resnet50x16_clip", (128, 36): "resnet50x64_clip"},
 }
-# What a hub folder may say of its transformer beside sizes; other ways to pool are not built.
-PLAIN = {"pool_type": "tok", "final_ln_after_pool": False, "no_ln_pre": False, "attentional_pool": False}
+# What a hub folder may say of its tower: what the weights or the code below speak for, and what only training needs.
+KNOWN = {
+    *("layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size", "ls_init_value", "pool_type"),
+    *("no_ln_pre", "final_ln_after_pool", "act_kwargs", "norm_kwargs", "attentional_pool", "attn_pooler_queries"),
+    *("attn_pooler_heads", "patch_dropout", "pos_embed_type", "output_tokens", "block_type"),
+    *("timm_model_name", "timm_model_pretrained", "timm_pool", "timm_proj", "timm_proj_bias", "timm_drop"),
+    *("timm_drop_path", "input_patchnorm", "global_average_pool"),
+}
+OTHERWISE = "pass it from Python as cdc_plugin.Backbone(module, ...), or take a CLIP model with a class token"
 
 
 def matches(checkpoint: Checkpoint) -> bool:
@@ -67,7 +74,8 @@ def load_clip(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
             state, spec = _arrange_resnet(tower, source)
         else:
             state, spec = _arrange_transformer(tower, vision, source)
-            spec["kwargs"]["act_layer"] = "quick_gelu" if _is_quick(config, released, wanted, source) else "gelu"
+            exact = "gelu_tanh" if payload_fields(vision.get("act_kwargs")).get("approximate") == "tanh" else "gelu"
+            spec["kwargs"]["act_layer"] = "quick_gelu" if _is_quick(config, released, wanted, source) else exact
         size = spec["kwargs"].get("img_size") or 32 * (math.isqrt(len(state["head.pos_embed"]) - 1))
         facts = (CLIP_MEAN, CLIP_STD, size, () if config or released else ("mean", "std"))
         backbone, matched = build_backbone(spec, state, source, *facts, wanted.partial)
@@ -105,11 +113,16 @@ def _arrange_transformer(
     tower: Mapping[str, Tensor], vision: Mapping[str, Any], source: str
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the weights under timm's names, and the spec that they and the folder's settings imply."""
-    unusual = [name for name, usual in PLAIN.items() if vision.get(name, usual) not in (usual, None)]
+    pool, eps, act = vision.get("pool_type") or "tok", vision.get("norm_kwargs") or {}, vision.get("act_kwargs") or {}
+    unusual = [name for name, value in vision.items() if value and name not in KNOWN]
+    unusual += [] if pool in ("tok", "avg") else ["pool_type"]
+    unusual += [name for name in ("attentional_pool", "input_patchnorm", "global_average_pool") if vision.get(name)]
+    unusual += [] if isinstance(eps, dict) and eps.keys() <= {"eps"} else ["norm_kwargs"]
+    unusual += [] if act in ({}, {"approximate": "none"}, {"approximate": "tanh"}) else ["act_kwargs"]
     if unusual or any(key.startswith("attn_pool.") for key in tower):
         raise CheckpointError(
-            f"{source} pools in a way that is not read ({', '.join(unusual) or 'attn_pool, as CoCa does'}); pass it "
-            "from Python as cdc_plugin.Backbone(module, ...), or take a CLIP model with a class token"
+            f"{source} computes in a way that is not read ({', '.join(unusual) or 'attn_pool, as CoCa does'}); "
+            f"{OTHERWISE}"
         )
     state: dict[str, Tensor] = {}
     for key, value in tower.items():
@@ -127,14 +140,21 @@ def _arrange_transformer(
         **{"img_size": math.isqrt(max(len(positions) - 1, 1)) * patch, "patch_size": patch, "embed_dim": width},
         "depth": len({key.split(".")[1] for key in state if key.startswith("blocks.")}),
         "num_heads": find_heads(width, vision.get("head_width"), source),
-        **{"mlp_ratio": inner.shape[0] / width, "global_pool": "token"},
+        **{"mlp_ratio": inner.shape[0] / width, "global_pool": "avg" if pool == "avg" else "token"},
     }
+    if vision.get("no_ln_pre") is True:
+        kwargs["pre_norm"] = False
+        state["patch_embed.proj.bias"] = patches.new_zeros(width)
+    if pool == "avg":
+        kwargs["fc_norm"] = vision.get("final_ln_after_pool") is True
+        prefix = "fc_" if kwargs["fc_norm"] else ""
+        state = {prefix + key if key.startswith("norm.") else key: value for key, value in state.items()}
     if "blocks.0.ls1.gamma" in state:
         kwargs["init_values"] = 1e-5
     layers = vision.get("layers")
     if isinstance(layers, int) and layers != kwargs["depth"]:
         raise CheckpointError(f"{source} has {kwargs['depth']} of {layers} layers; copy it again")
-    spec = {"family": "timm", "name": "vit_base_patch16_clip_224", "kwargs": kwargs, "eps": 1e-5}
+    spec = {"family": "timm", "name": "vit_base_patch16_clip_224", "kwargs": kwargs, "eps": eps.get("eps", 1e-5)}
     if "head.weight" in state:
         state["head.weight"] = state["head.weight"].T.contiguous()
         spec["projection"] = state["head.weight"].shape[0]
@@ -170,15 +190,36 @@ def _arrange_resnet(tower: Mapping[str, Tensor], source: str) -> tuple[dict[str,
 
 
 def _load_trunk(checkpoint: Checkpoint, vision: Mapping[str, Any], wanted: Wanted) -> Loaded:
-    """Return a tower that is a network of timm, without the projection that follows it."""
-    name = wanted.arch or vision.get("timm_model_name")
+    """Return a tower that is a network of timm, with the projection that follows it, if any does."""
+    source, name = str(checkpoint.path), wanted.arch or vision.get("timm_model_name")
     if name is not None and not (isinstance(name, str) and knows(name)):
-        raise CheckpointError(f"{checkpoint.path}: timm has no model {shorten(name)}; correct timm_model_name")
-    trunk = replace(checkpoint.below(TRUNK), sidecar={}, payload={})
-    loaded = load_timm(trunk, replace(wanted, arch=name))
-    pooled = "its attention pool" if vision.get("timm_pool") == "map" else "what timm's network gives"
-    why = {**loaded.origin.why, "features": f"{pooled}, before any projection"}
-    return replace(loaded, origin=replace(loaded.origin, why=why))
+        raise CheckpointError(f"{source}: timm has no model {shorten(name)}; correct timm_model_name")
+    trunk, head = checkpoint.below(TRUNK), strip_prefix(checkpoint.state, "visual.head.")
+    loaded = load_timm(replace(trunk, sidecar={}, payload=trunk.state), replace(wanted, arch=name))
+    network: Any = loaded.backbone.module
+    pool, usual = vision.get("timm_pool"), getattr(network, "global_pool", "avg")
+    if pool not in (None, "", usual) or any(key.startswith("pool.") for key in head):
+        raise CheckpointError(f"{source} pools by {shorten(pool or 'attention')}, expected {usual}; {OTHERWISE}")
+    spec: dict[str, Any] = {"kwargs": {}, **(loaded.backbone.spec or {}), "family": "timm_tower", "head": "own"}
+    last = next((head[key] for key in ("proj.weight", "mlp.fc2.weight") if key in head), None)
+    own = [value for key, value in trunk.state.items() if key not in network.state_dict() and value.ndim == 2]
+    if last is not None and last.ndim == 2:
+        state = {key.removeprefix("visual."): value for key, value in checkpoint.state.items() if key[:7] == "visual."}
+        several = "mlp.fc2.weight" in head
+        spec |= {"head": "mlp" if several else "linear", "bias": f"{'mlp.fc2' if several else 'proj'}.bias" in head}
+        spec |= {"projection": len(last)} | ({"hidden": last.shape[1]} if several else {})
+    elif len(own) == 1 and not head:
+        state, spec["projection"] = dict(trunk.state), len(own[0])
+    elif own or head:
+        raise CheckpointError(f"{source} projects in a way that is not read; {OTHERWISE}")
+    else:
+        pooled = "its attention pool" if usual == "map" else "what timm's network gives"
+        return replace(loaded, origin=replace(loaded.origin, why={**loaded.origin.why, "features": pooled}))
+    old = loaded.backbone
+    facts = (old.mean.tolist(), old.std.tolist(), old.input_size, old.inferred)
+    backbone, matched = build_backbone(spec, state, source, *facts, wanted.partial)
+    why = {**loaded.origin.why, "features": f"{WORDS['projection']}, as its authors evaluate it"}
+    return replace(loaded, backbone=backbone, matched=matched, origin=replace(loaded.origin, why=why))
 
 
 def _with_preprocessing(

@@ -42,7 +42,8 @@ FIELDS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     **{"use_absolute_embeddings": (False, (False, True)), "hidden_sizes": ([96, 192, 384, 768], WIDTHS)},
     **{"embedding_size": (64, WIDTHS), "layer_type": ("bottleneck", ("basic", "bottleneck"))},
     **{"downsample_in_first_stage": (False, (False, False)), "downsample_in_bottleneck": (False, (False, False))},
-    **{"key_bias": (False, (False, False)), "query_bias": (True, (True, True)), "value_bias": (True, (True, True))},
+    **{"key_bias": (False, (False, False)), **dict.fromkeys(("query_bias", "value_bias"), (True, (True, True)))},
+    **dict.fromkeys(("mlp_bias", "proj_bias"), (True, (True, True))),
     "vision_use_head": (True, (False, True)),
 }
 # Where the vision network begins, whatever stands before it, and what is of no use to its features.
@@ -175,6 +176,8 @@ def _dinov3(config: Config) -> dict[str, Any]:
     gated = config["use_gated_mlp"]
     if config["hidden_act"] != ("silu" if gated else "gelu"):
         raise CheckpointError(f"{config.source}: hidden_act is gelu, or silu in a gated MLP, as its authors train it")
+    for name in ("key_bias", "query_bias", "value_bias", "mlp_bias", "proj_bias"):
+        config[name]  # refused unless it is as the authors have it
     fixed = {"num_reg_tokens": config["num_register_tokens"], "rope_temperature": config["rope_theta"]}
     name = f"vit_small_{'plus_' if gated else ''}patch16_dinov3_qkvb"
     spec = _transformer(name, global_pool="token", **fixed)(config)
@@ -242,6 +245,7 @@ DINOV3_STAGED = {**STAGED_USUAL, "layer_norm_eps": 1e-6}
 RESNET_USUAL = {"hidden_sizes": [256, 512, 1024, 2048], "depths": [3, 4, 6, 3], "hidden_act": "relu"}
 FAMILIES = {
     "vit": VIT,
+    "vit_msn": replace(VIT, usual={"layer_norm_eps": 1e-6}, normalised=(IMAGENET_MEAN, IMAGENET_STD)),
     "vit_mae": replace(VIT, normalised=(IMAGENET_MEAN, IMAGENET_STD)),
     "ijepa": Family(IJEPA, TOKENS, "mean", {}),
     "dinov2": DINOV2,
@@ -256,6 +260,9 @@ FAMILIES = {
     "swinv2": Family(_swin("swinv2_tiny_window8_256"), WINDOWS, "mean", SWIN_USUAL),
     "resnet": Family(_resnet, RESIDUAL, "mean", RESNET_USUAL),
 }
+# What a preprocessor may be and do, beyond its numbers.
+PROCESSORS = re.compile("ViT|DeiT|Beit|CLIP|Bit|ConvNe|Siglip(?!2)|DINOv3ViT")
+STEPS = ("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_convert_rgb", "do_pad")
 # Of others that are seen often: what to take instead.
 ADVICE = {
     **dict.fromkeys(
@@ -293,6 +300,8 @@ def load_transformers(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     resize, mean, std, stated, why = _read_preprocessor(checkpoint, family)
     size = spec.get("kwargs", {}).get("img_size")
     side: int = resize or size or 224
+    if kind in ("swin", "swinv2"):
+        _check_windows(config, side, kind)
     if size is not None and "pos_embed" not in state:
         spec["kwargs"]["img_size"] = size = int(side)
     inferred = [name for name in INPUT_FACTS if name not in stated]
@@ -319,6 +328,11 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Family, Config, str]:
             f"{checkpoint.path} holds a network of transformers, which {CONFIG} beside it must describe; put it there"
         )
     kind = str(fields.get("model_type"))
+    if kind in FAMILIES and fields.get("auto_map"):
+        raise CheckpointError(
+            f"{source} asks for code of its own (auto_map), which is never run; if its network is {kind}'s unchanged, "
+            "remove auto_map from it"
+        )
     if kind not in FAMILIES:
         advice = ADVICE.get(kind, "export it to ONNX or pass it from Python as cdc_plugin.Backbone(module, ...)")
         raise CheckpointError(
@@ -333,6 +347,21 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Family, Config, str]:
     config = Config(fields, source, family.usual)
     config["num_channels"]
     return family, config, kind
+
+
+def _check_windows(config: Config, side: int, kind: str) -> None:
+    """Refuse sizes at which timm's Swin would pad its maps, or cut them, unlike transformers."""
+    patch, window, stages = config["patch_size"], config["window_size"], range(len(config["depths"]))
+    trained = config["image_size"] if kind == "swinv2" else side  # whose windows are kept whatever the images
+    whole = side % (patch * 2 ** stages[-1]) == 0
+    for stage in stages:
+        maps, usual = side // patch // 2**stage, trained // patch // 2**stage
+        whole = whole and maps % min(max(maps, 1), window) == 0 and min(maps, window) == min(usual, window)
+    if not whole:
+        raise CheckpointError(
+            f"{config.source}: windows of {window} do not divide the maps of images of {side} px in every stage; state "
+            f"another size in {PREPROCESSOR}, as the one the network was trained with"
+        )
 
 
 def _find_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -398,21 +427,40 @@ def _read_preprocessor(
         why = dict.fromkeys(INPUT_FACTS, f"usual for this network, there is no {PREPROCESSOR}")
         return None, *family.normalised, set(), why
     source = str(checkpoint.path.with_name(name))
-    mean, std = (three_numbers(fields.get(f"image_{fact}")) for fact in ("mean", "std"))
+    given = [fields.get(f"image_{fact}") for fact in ("mean", "std")]
+    given = [[value] * 3 if isinstance(value, float | int) else value for value in given]  # one for all channels
+    mean, std = map(three_numbers, given)
+    if any(value is not None and not numbers for value, numbers in zip(given, (mean, std), strict=True)):
+        raise CheckpointError(f"{source}: image_mean and image_std take 3 numbers; found {shorten(given)}")
     stated = set(INPUT_FACTS) if mean and std else {"input_size"}
     if fields.get("do_normalize") is False:
         mean, std, stated = [0.0] * 3, [1.0] * 3, set(INPUT_FACTS)
     elif not (mean and std):
         mean, std = (list(numbers) for numbers in family.normalised)
-    factor = fields.get("rescale_factor", 1 / 255)
-    if fields.get("do_rescale") is False or not isinstance(factor, float) or abs(factor * 255 - 1) > 1e-4:
-        raise CheckpointError(f"{source}: pixels are divided by 255; found rescale_factor {shorten(factor)}")
+    factor = 1 if fields.get("do_rescale") is False else fields.get("rescale_factor", 1 / 255)
+    if not isinstance(factor, float | int) or not 1e-6 <= factor <= 1:
+        raise CheckpointError(f"{source}: rescale_factor lies between 1e-6 and 1; found {shorten(factor)}")
+    _refuse_steps(fields, source)
+    if abs(factor * 255 - 1) > 1e-4:  # pixels in [0, 1] are normalised in one step
+        mean, std = ([number / (factor * 255) for number in numbers] for numbers in (mean, std))
     finite = all(math.isfinite(number) and abs(number) < 1e6 for number in (*mean, *std))
     if not finite or min(std) <= 0:
         raise CheckpointError(f"{source}: image_mean and image_std take 3 numbers; found {shorten([mean, std])}")
     side = read_resize(fields, source)
     why = dict.fromkeys(INPUT_FACTS, f"stated in {name}")
     return side, mean, std, stated, why | {"input_size": f"stated in {name}: {side.how}"}
+
+
+def _refuse_steps(fields: Mapping[str, Any], source: str) -> None:
+    """Refuse a preprocessor that does more to photos, or of a kind whose resizing is not known here."""
+    more = [name for name, value in fields.items() if name.startswith("do_") and value is True and name not in STEPS]
+    more += [name for name in ("rescale_offset",) if fields.get(name)]
+    kind = fields.get("image_processor_type") or fields.get("feature_extractor_type") or "ViT"
+    if more or not (isinstance(kind, str) and PROCESSORS.match(kind)):
+        raise CheckpointError(
+            f"{source}: its way to prepare photos is not read ({', '.join(more) or shorten(kind)}); write them as it "
+            "makes them, squares in 8 bits, and state here a ViTImageProcessor's size, image_mean and image_std"
+        )
 
 
 def read_resize(fields: Mapping[str, Any], source: str) -> Side:
@@ -445,6 +493,7 @@ def _read_side(value: Any, source: str, keeps_shape: bool) -> tuple[int, bool]:
     if isinstance(value, Mapping):
         keeps_shape = "shortest_edge" in value
         edges = [value.get(name) for name in (("shortest_edge",) if keeps_shape else ("height", "width"))]
+        edges += [f"{len(value)} edges"] if keeps_shape and len(value) > 1 else []  # a longest edge bounds the other
     else:
         edges = [224 if value is None else value]
     if type(edges[0]) is not int or not 8 <= edges[0] <= LARGEST_SIDE or edges[-1] != edges[0]:

@@ -164,12 +164,32 @@ def _open_space(source: Any, labels: bool) -> Space:
     elif type(source).__module__.split(".")[0] == "datasets":
         space = _open_dataset(source, type(source).__name__, labels)
     else:
-        if isinstance(source, torch.Tensor):
-            source = source.detach().cpu()
-            source = source.float().numpy() if source.dtype == torch.bfloat16 else source.numpy()
-        rows = source.to_numpy() if hasattr(source, "to_numpy") else np.asanyarray(source)  # of pandas and its kind
-        space = Space(rows, "array")
+        space = _open_object(source, labels)
     return replace(space, rows=_check_rows(space.rows, space.title))
+
+
+def _open_object(source: Any, labels: bool) -> Space:
+    """Return the space of a tensor, an array or a table of pandas and its kind."""
+    if hasattr(source, "todense") or getattr(source, "layout", torch.strided) != torch.strided:
+        raise DataError(
+            f"a sparse {type(source).__name__} holds the features; expected dense vectors: reduce them first, for "
+            "example by sklearn.decomposition.TruncatedSVD"
+        )
+    if isinstance(source, torch.Tensor):
+        source = source.detach().cpu()
+        return Space(source.float().numpy() if source.dtype == torch.bfloat16 else source.numpy(), "array")
+    rows = source.to_numpy() if hasattr(source, "to_numpy") else np.asanyarray(source)
+    if rows.dtype != object or len(rows) == 0:
+        return Space(rows, "array")
+    if hasattr(source, "columns"):  # one of them holds the vectors, others their names or labels
+        import pyarrow
+
+        table = source.to_arrow() if hasattr(source, "to_arrow") else pyarrow.Table.from_pandas(source)
+        return _open_columns(table.schema, len(table), lambda name: table.column(name).chunks, "table", labels)
+    try:
+        return Space(np.stack([np.asarray(row) for row in rows]), "array")
+    except ValueError as error:
+        raise _explain_ragged("array") from error
 
 
 def _check_rows(rows: NDArray[Any], title: str) -> NDArray[Any]:

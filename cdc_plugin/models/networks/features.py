@@ -21,10 +21,12 @@ class FeatureScaler(nn.Module):
 
     def fit(self, rows: Tensor) -> None:
         """Take shift and scale from some rows (n, D)."""
+        rows = rows.double()  # in which no square is too large or too small
         if len(self.spaces) > 1:
             self.shift.copy_(rows.mean(dim=0))
         lengths = [part.square().sum(dim=1).mean().sqrt() for part in (rows - self.shift).split(self.spaces, dim=1)]
-        scales = [(1 / length.clamp_min(1e-9)).expand(size) for length, size in zip(lengths, self.spaces, strict=True)]
+        lengths = [length if length > 0 else torch.ones_like(length) for length in lengths]
+        scales = [(1 / length).expand(size) for length, size in zip(lengths, self.spaces, strict=True)]
         self.scale.copy_(torch.cat(scales))
 
     def forward(self, rows: Tensor) -> Tensor:

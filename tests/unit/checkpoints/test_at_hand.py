@@ -16,10 +16,11 @@ def caches(tmp_path, monkeypatch):
     weights = {}
     monkeypatch.setattr("cdc_plugin.checkpoints.at_hand.find_cached_weights", weights.get)
 
-    def add(name, size):
+    def add(name, size, config='{"model_type": "dinov2"}'):
         folder = tmp_path / f"models--{name.replace('/', '--')}"
         folder.mkdir()
         weights[name] = folder / "model.safetensors"
+        (folder / "config.json").write_text(config)
         with weights[name].open("wb") as file:
             file.truncate(size)
 
@@ -36,9 +37,13 @@ def test_best_backbone_of_the_caches_is_taken_and_none_says_what_to_type(caches)
     assert choose_at_hand() == (str(folder / "checkpoints" / "resnet50-0676ba61.pth"), [])
     for name, size in {"a/dinov2-small": 10, "a/dinov2-base": 20, "a/dinov2-giant": LARGE + 1, "b/clip": 9}.items():
         add(name, size)
+    add("a/dinov3-of-another-kind", 10, '{"model_type": "some_dinov3"}')
+    add("a/dinov3-with-code", 10, '{"model_type": "dinov3_vit", "auto_map": {"AutoModel": "a.b"}}')
+    add("timm/siglip", 10, '{"architecture": "vit_base_patch16_siglip_224"}')
     chosen, others = choose_at_hand()
     assert chosen == "hf-hub:a/dinov2-base"
-    assert others[:3] == ["hf-hub:a/dinov2-small", "hf-hub:a/dinov2-giant", "hf-hub:b/clip"]
+    assert others[:3] == ["hf-hub:a/dinov2-small", "hf-hub:a/dinov2-giant", "hf-hub:timm/siglip"]
+    assert not any("dinov3" in name for name in others)
 
 
 @pytest.mark.parametrize(

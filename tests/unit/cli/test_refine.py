@@ -41,6 +41,14 @@ def test_a_dry_run_prints_a_recipe_and_the_plan_and_writes_nothing(capsys, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_pictures_beside_features_need_no_backbone(capsys, tmp_path, photos):
+    rows = np.random.default_rng(0).normal(size=(len(list(photos.rglob("*.*"))), 6)).astype(np.float32)
+    np.save(tmp_path / "emb.npy", rows)
+    words = ["--features", str(tmp_path / "emb.npy"), "--data", str(photos), "--clusters", "2", "--dry-run"]
+    cli.refine_command(words)
+    assert "features of 6 numbers" in capsys.readouterr().out
+
+
 def test_words_may_stand_before_and_after_options(capsys, photos, tiny_checkpoint):
     cli.refine_command(
         ["epochs=7", "--dry-run", "--backbone", str(tiny_checkpoint), "seed=5", "--data", str(photos), "clusters=3"]

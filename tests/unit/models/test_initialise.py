@@ -9,7 +9,7 @@ from torch import nn
 
 from cdc_plugin.core.prototypes import fit_prototype_head
 from cdc_plugin.errors import CheckpointError
-from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead, build_head
+from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead, MixtureHead, build_head
 from cdc_plugin.models.initialise import build_initial_heads, keep_old_heads, lift_linear, match_cluster_numbers
 
 
@@ -106,6 +106,8 @@ def test_numbers_are_matched_as_worked_by_hand():
         LayeredHead([["batchnorm", 6], ["relu"], ["linear", 6, 3, False]]),
         CosineHead([["linear", 6, 4], ["normalize"]], 4, 3, 0.1),
         CosineHead([], 6, 3, 0.1),
+        LayeredHead([["linear", 6, 4], ["gelu"], ["linear", 4, 3]]),
+        MixtureHead([2, 4], 3, 0.5),
     ],
 )
 def test_every_head_is_built_again_from_its_spec(head):
@@ -116,7 +118,9 @@ def test_every_head_is_built_again_from_its_spec(head):
     assert again.clusters == head.clusters == 3
 
 
-@pytest.mark.parametrize("spec", [None, {}, {"kind": "forest"}, {"kind": "layers", "layers": [["dropout"]]}, [1]])
+@pytest.mark.parametrize(
+    "spec", [None, {}, {"kind": "forest"}, {"kind": "layers", "layers": [["dropout"]]}, {"kind": "mixture"}]
+)
 def test_a_spec_of_no_known_head_is_refused(spec):
     with pytest.raises(CheckpointError, match="does not state its heads"):
         build_head(spec, 6, "here")

@@ -1,6 +1,7 @@
 """Published weights: ``timm:NAME`` for timm's own, ``hf-hub:OWNER/NAME`` for any timm model on the hub."""
 
 import contextlib
+import json
 import os
 import socket
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 from urllib.parse import urlparse
 
 from cdc_plugin.checkpoints.formats.base import Loaded, Origin
-from cdc_plugin.checkpoints.read import HUB_SETTINGS
+from cdc_plugin.checkpoints.read import HUB_SETTINGS, PART, payload_fields
 from cdc_plugin.errors import CheckpointError, option
 from cdc_plugin.models.architectures import build, timm_features
 from cdc_plugin.models.backbone import Backbone
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+INDEX = "model.safetensors.index.json"  # of weights in several parts
 
 
 def load_from_timm(path: str) -> Loaded:
@@ -67,9 +69,11 @@ def fetch_from_hub(path: str) -> Path:
         with contextlib.suppress(Exception):
             hf_hub_download(name, file, revision=revision or None)
     problem: Exception | None = None
-    for file in WEIGHT_FILES:
+    for file in (*WEIGHT_FILES, INDEX):
         try:
-            return Path(hf_hub_download(name, file, revision=revision or None))
+            fetched = Path(hf_hub_download(name, file, revision=revision or None))
+            parts = [Path(hf_hub_download(name, part, revision=revision or None)) for part in _list_parts(fetched)]
+            return parts[0]
         except Exception as error:  # the client's own errors vary with its version
             problem = error
     raise unreachable from problem
@@ -79,14 +83,27 @@ def find_cached_weights(hub_id: str, revision: str | None = None) -> Path | None
     """Return weights of a repository that were downloaded before; None without them."""
     from huggingface_hub import try_to_load_from_cache
 
-    for file in WEIGHT_FILES:
+    for file in (*WEIGHT_FILES, INDEX):
         try:
             cached = try_to_load_from_cache(hub_id, file, revision=revision)
         except ValueError:  # a name that no repository can have
             return None
         if isinstance(cached, str):
-            return Path(cached)
+            paths = [Path(cached).with_name(part) for part in _list_parts(Path(cached))]
+            return paths[0] if paths and all(path.is_file() for path in paths) else None
     return None
+
+
+def _list_parts(file: Path) -> list[str]:
+    """Return the names of the files that weights lie in: its own, or those that an index names (none if broken)."""
+    if file.name != INDEX:
+        return [file.name]
+    try:
+        weights = payload_fields(json.loads(file.read_text(encoding="utf-8"))).get("weight_map")
+    except (ValueError, RecursionError):
+        return []
+    parts = sorted({str(part) for part in payload_fields(weights).values()})
+    return parts if all(PART.fullmatch(part) and "/" not in part for part in parts) else []
 
 
 def _reachable() -> bool:

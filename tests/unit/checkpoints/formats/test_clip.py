@@ -3,12 +3,19 @@
 import json
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
+from timm.layers import Mlp
 from torch import nn
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint
+from cdc_plugin.checkpoints.load_model import load_model
+from cdc_plugin.checkpoints.pool import find_pools
 from cdc_plugin.errors import UserError
+from cdc_plugin.models.clusterer import Clusterer
+from cdc_plugin.models.heads import ClusterHead
+from tests.helpers.checkpoint_builders.networks import with_noise
 from tests.helpers.checkpoint_builders.vits import LAYERS, OPEN_CLIP, PATCH, SIDE, WIDTH, encode, images_of, make_vit
 
 TOWER = make_vit(OPEN_CLIP)
@@ -83,7 +90,11 @@ def test_files_of_openai_are_quick_and_others_are_asked_for(tmp_path, usual_head
 @pytest.mark.parametrize(
     ("preprocess", "config", "message"),
     [
-        ({}, {"vision_cfg": {**VISION, "pool_type": "avg"}}, "pools in a way that is not read"),
+        ({}, {"vision_cfg": {**VISION, "pool_type": "max"}}, "in a way that is not read"),
+        ({}, {"vision_cfg": {**VISION, "scale_heads": True}}, "scale_heads"),
+        ({}, {"vision_cfg": {**VISION, "act_kwargs": {"approximate": "other"}}}, "act_kwargs"),
+        ({}, {"vision_cfg": {**VISION, "norm_kwargs": {"eps": "1"}}}, "'eps' lies between"),
+        ({}, {"vision_cfg": {**VISION, "attentional_pool": True}}, "attentional_pool"),
         ({}, {"vision_cfg": {**VISION, "head_width": -1}}, "head_width lies between"),
         ({}, {"vision_cfg": {**VISION, "layers": 12}}, "2 of 12 layers"),
         ({"resize_mode": "longest"}, {}, "photos are resized"),
@@ -96,3 +107,63 @@ def test_hostile_or_foreign_settings_are_refused_in_one_line(tmp_path, preproces
     with pytest.raises(UserError, match=message) as refusal:
         load_checkpoint(hub_folder(tmp_path, preprocess, **config))
     assert "\n" not in str(refusal.value)
+
+
+def test_tower_may_pool_its_patches_and_lack_the_first_norm(tmp_path):
+    state = {key: value for key, value in TOWER.items() if not key.startswith("ln_pre.")}
+    neutral = {"ln_post.weight": torch.ones(WIDTH), "ln_post.bias": torch.zeros(WIDTH)}
+    weights = {f"visual.{key}": value for key, value in (state | neutral).items()}
+    save_file(weights, tmp_path / "open_clip_model.safetensors")
+    pooled = {**VISION, "no_ln_pre": True, "pool_type": "avg", "final_ln_after_pool": True}
+    settings = {"model_cfg": {"vision_cfg": pooled}, "preprocess_cfg": {}}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(settings))
+    network = load_checkpoint(tmp_path).backbone.eval()
+    with torch.no_grad():
+        features = network(images_of())
+        tokens = network.module.forward_features(images_of())
+    torch.testing.assert_close(features, nn.functional.layer_norm(tokens[:, 1:].mean(dim=1), (WIDTH,)))
+    assert isinstance(network.module.norm_pre, nn.Identity)
+
+
+def write_trunk(folder, name, head, own=0, **vision):
+    """Write a tower of timm as open_clip does, and return the trunk."""
+    trunk = with_noise(timm.create_model(name, num_classes=own), seed=2).eval()
+    state = {f"visual.trunk.{key}": value for key, value in trunk.state_dict().items()}
+    state |= {f"visual.head.{key}": value for key, value in head.state_dict().items()}
+    save_file(state, folder / "open_clip_model.safetensors")
+    config = {"vision_cfg": {"timm_model_name": name, "image_size": 64, **vision}, "embed_dim": 5}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    return trunk
+
+
+@pytest.mark.parametrize("kind", ["none", "linear", "mlp", "own"])
+@pytest.mark.parametrize("name", ["test_convnext", "test_vit"])
+def test_tower_of_timm_is_read_with_its_projection(tmp_path, name, kind):
+    width = timm.create_model(name, num_classes=0).num_features
+    head = nn.Sequential()
+    if kind == "linear":
+        head.proj = nn.Linear(width, 5, bias=False)
+    elif kind == "mlp":
+        head.mlp = Mlp(width, 10, 5)
+    trunk = write_trunk(tmp_path, name, head, 5 if kind == "own" else 0)
+    images = torch.randn(2, 3, *timm.get_pretrained_cfg(name).input_size[1:])
+    found = load_checkpoint(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(found.backbone.eval()(images), head(trunk(images)))
+        if kind in ("linear", "mlp"):
+            plain = find_pools(found.backbone)[1][-1]
+            before = load_checkpoint(tmp_path, wanted=Wanted(pool=plain)).backbone.eval()(images)
+            assert before.shape == (2, width)
+    heads = [ClusterHead(found.backbone.feature_dim, 4, 3) for _ in range(2)]
+    (tmp_path / "out").mkdir()
+    Clusterer(found.backbone, *heads).save(tmp_path / "out", {})
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path / "out").backbone.eval()(images), head(trunk(images)))
+
+
+def test_tower_of_timm_with_an_attention_pool_of_its_own_is_refused(tmp_path):
+    head = nn.Sequential()
+    head.pool = nn.Linear(3, 3)
+    write_trunk(tmp_path, "test_convnext", head, timm_pool="rot_attn")
+    with pytest.raises(UserError, match="pools by 'rot_attn'"):
+        load_checkpoint(tmp_path)

@@ -1,11 +1,10 @@
 """Choices and refusals of the formats of clustering networks; features and logits are in tests/interop/test_layouts."""
 
-import argparse
+import re
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from cdc_plugin.checkpoints import Wanted, load_checkpoint, read_checkpoint
 from cdc_plugin.checkpoints.formats import formats
@@ -23,7 +22,7 @@ from tests.helpers.checkpoint_builders.clustering import (
     wide_resnet,
     written,
 )
-from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, STL_STEM, WIDTHS, computed, mlp, named, resnet
+from tests.helpers.checkpoint_builders.networks import CIFAR_STEM, STL_STEM, WIDTHS, computed, resnet
 
 FEATURES = torch.rand(4, WIDTHS[3], generator=torch.Generator().manual_seed(0))
 
@@ -124,16 +123,26 @@ def test_released_cdc_refuses_heads_that_disagree_or_diverged(tmp_path, small):
         load_checkpoint(written(tmp_path, saved))
 
 
-def test_heads_on_embeddings_are_named_and_refused(tmp_path):
-    heads = {"embed_mean": torch.zeros(4), "embed_std": torch.ones(4), "head.best_head_idx": torch.tensor(0)}
-    heads |= named("head.heads.0.mlp.", mlp("linear", "relu", "linear"))
-    temi = {"student": heads, "teacher": heads, "epoch": 3, "args": argparse.Namespace(arch="clip_ViT-B/32")}
-    with pytest.raises(CheckpointError, match=r"heads of TEMI.*\(clip_ViT-B/32\).*timm:NAME"):
-        load_checkpoint(written(tmp_path, temi))
-    turtle = {f"phi{number}": nn.Linear(8, 10).state_dict() for number in (1, 2)}
-    for spaces in ({"phi1": turtle["phi1"]}, turtle):
-        with pytest.raises(CheckpointError, match=r"linear heads of TURTLE.*timm:NAME"):
-            load_checkpoint(written(tmp_path, spaces, "turtle.pt"))
+@pytest.mark.parametrize("several", [1, 3])
+def test_clusterings_of_divclust_are_asked_for_where_there_are_several(tmp_path, small, several):
+    own = {"backbone.conv1.": "backbone.layer0.0.", "backbone.bn1.": "backbone.layer0.1."}
+    state = {f"backbone.{key}": value for key, value in small.state_dict().items() if not key.startswith("fc.")}
+    state = {re.sub(r"^backbone\.(conv1|bn1)\.", lambda m: own[m[0]], key): value for key, value in state.items()}
+    widths = [(WIDTHS[3], WIDTHS[3]), (WIDTHS[3], 10)]
+    for layer, (inputs, outputs) in zip((0, 2), widths, strict=True):
+        state[f"clu_mlp.{layer}.weight"] = torch.randn(several, outputs, inputs)
+        state[f"clu_mlp.{layer}.bias"] = torch.randn(several, 1, outputs)
+    path = written(tmp_path, state)
+    if several > 1:
+        assert not load_checkpoint(path).heads
+    loaded = load_checkpoint(path, wanted=Wanted(head=several - 1))
+    assert loaded.format == "divclust"
+    hidden = FEATURES @ state["clu_mlp.0.weight"][-1].T + state["clu_mlp.0.bias"][-1]
+    logits = hidden.relu() @ state["clu_mlp.2.weight"][-1].T + state["clu_mlp.2.bias"][-1]
+    torch.testing.assert_close(computed(*loaded.heads, given=FEATURES), logits)
+    broken = {**state, "clu_mlp.2.bias": torch.randn(several, 10)}
+    with pytest.raises(CheckpointError, match="clusterings of unlike shapes"):
+        load_checkpoint(written(tmp_path, broken))
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,23 @@ def test_cached_repository_of_the_hub_needs_no_network(offline, tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", found_in_cache)
     assert assert_same_features("hf-hub:somebody/something", network, 64).format == "timm"
     assert load_checkpoint("hf-hub:somebody/something", wanted=Wanted(arch="test_resnet")).format == "timm"
+
+
+@pytest.mark.parametrize(("index", "whole"), [("given", True), ("half", False), ("{}", False), ("[", False)])
+def test_cached_repository_may_keep_its_weights_in_parts(offline, tmp_path, monkeypatch, index, whole):
+    network = created("test_resnet")
+    state = list(network.state_dict().items())
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    for place, name in enumerate(names[: 1 if index == "half" else 2]):
+        save_file(dict(state[place::2]), tmp_path / name)
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "test_resnet"}))
+    named = {"weight_map": dict(zip([key for key, _ in state], names, strict=False))}
+    text = json.dumps(named) if index in ("given", "half") else index
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    found = lambda _name, file, **_more: str(tmp_path / file) if (tmp_path / file).is_file() else None  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", found)
+    if whole:
+        assert assert_same_features("hf-hub:somebody/something", network, 64).format == "timm"
+    else:
+        with pytest.raises(UserError, match="could not fetch"):
+            load_checkpoint("hf-hub:somebody/something")

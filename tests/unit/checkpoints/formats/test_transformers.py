@@ -1,9 +1,11 @@
 """Folders of transformers: the networks in plain torch, photos prepared as the folder says, hostile settings."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -166,9 +168,17 @@ def test_result_keeps_how_photos_are_prepared_and_which_vector_is_taken(tmp_path
         ({}, {"size": 10**9}, "size is that of a square"),
         ({}, {"resample": 0}, "resample 2, bilinear"),
         ({}, {"do_pad": True}, "not padded"),
-        ({}, {"rescale_factor": 2.0}, "divided by 255"),
+        ({"auto_map": {"AutoModel": "evil.Net"}}, {}, "code of its own"),
+        ({}, {"rescale_factor": 2.0}, "rescale_factor lies"),
+        ({}, {"do_flip_channel_order": True}, "do_flip_channel_order"),
+        ({}, {"rescale_offset": True}, "rescale_offset"),
+        ({}, {"image_processor_type": "Siglip2ImageProcessor"}, "Siglip2ImageProcessor"),
+        ({}, {"image_processor_type": 7}, "is not read"),
+        ({}, {"size": {"shortest_edge": 32, "longest_edge": 64}}, "size is that of a square"),
         ({}, {"image_std": [0.0, 1.0, 1.0]}, "take 3 numbers"),
         ({}, {"image_mean": [float("nan")] * 3}, "take 3 numbers"),
+        ({}, {"image_mean": [0.5] * 4}, "take 3 numbers"),
+        ({"model_type": "convnext", "depths": [1, 1], "patch_size": 4}, {}, "cannot build|could not build"),
         ({}, {"do_center_crop": True, "crop_size": 64}, "at most size"),
         ({}, {"image_processor_type": "ConvNextImageProcessor", "crop_pct": 0}, "crop_pct lies"),
     ],
@@ -178,6 +188,69 @@ def test_hostile_or_foreign_settings_are_refused_in_one_line(tmp_path, config, p
     with pytest.raises(UserError, match=message) as refusal:
         load_checkpoint(tmp_path)
     assert "\n" not in str(refusal.value)
+
+
+def test_pixels_of_another_scale_are_normalised_as_stated(tmp_path):
+    def statistics(name, **preprocessor):
+        backbone = load_checkpoint(write(tmp_path / name, "vit", make_vit(VIT), {**SQUEEZED, **preprocessor})).backbone
+        return torch.stack([backbone.mean, backbone.std])
+
+    mean, std = torch.tensor(IMAGENET[0]), torch.tensor(IMAGENET[1])
+    torch.testing.assert_close(statistics("twice", rescale_factor=2 / 255), torch.stack([mean, std]) / 2)
+    half = torch.full((3,), 0.5)
+    torch.testing.assert_close(statistics("same", image_mean=0.5, image_std=0.5), torch.stack([half, half]))
+    torch.testing.assert_close(statistics("none", do_rescale=False), torch.stack([mean, std]) / 255)
+
+
+def test_weights_in_parts_are_read_together(tmp_path):
+    state = make_vit(VIT)
+    whole = features(write(tmp_path, "vit", state))[1]
+    (tmp_path / "model.safetensors").unlink()
+    for number in range(3):
+        part = {key: value.contiguous() for key, value in list(state.items())[number::3]}
+        save_file(part, tmp_path / f"model-{number + 1:05}-of-00003.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    torch.testing.assert_close(features(tmp_path)[1], whole)
+    torch.testing.assert_close(features(tmp_path / "model-00002-of-00003.safetensors")[1], whole)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"3 parts, and 1 .* as model-00002-of-00003"):
+        features(tmp_path)
+
+
+def write_swin(folder, image_size, **config):
+    network = with_noise(timm.create_model("swin_tiny_patch4_window7_224", num_classes=0, **SWIN, img_size=56), seed=1)
+    renamed = {}
+    for key, value in network.state_dict().items():
+        for old, new in SWIN_NAMES:
+            key = re.sub(old, new, key)
+        key = re.sub(r"layers\.(\d)\.downsample", lambda m: f"layers.{int(m[1]) - 1}.downsample", key)
+        parts = value.chunk(3) if ".qkv." in key else (value,)
+        names = [key.replace("qkv", name) for name in ("query", "key", "value")] if ".qkv." in key else [key]
+        renamed |= dict(zip(names, parts, strict=True))
+    settings = {**SWIN, "image_size": image_size, "layer_norm_eps": 1e-5, **config}
+    size = {"height": image_size, "width": image_size}
+    write(folder, "swin", renamed, {**SQUEEZED, "size": size}, **settings)
+    return network
+
+
+SWIN = {"embed_dim": 8, "mlp_ratio": 2.0, "depths": [1, 2], "num_heads": [1, 2], "window_size": 7, "patch_size": 4}
+SWIN_NAMES = (
+    *((r"^patch_embed\.proj", "embeddings.patch_embeddings.projection"), (r"^patch_embed\.norm", "embeddings.norm")),
+    *((r"^layers", "encoder.layers"), (r"^norm", "layernorm"), (r"norm1", "layernorm_before")),
+    *((r"norm2", "layernorm_after"), (r"mlp\.fc1", "intermediate.dense"), (r"mlp\.fc2", "output.dense")),
+    *((r"attn\.proj", "attention.output.dense"), (r"attn", "attention.self")),
+)
+
+
+def test_windows_are_those_of_the_folder_or_it_is_refused(tmp_path):
+    network = write_swin(tmp_path / "even", 56).eval()
+    found = load_checkpoint(tmp_path / "even").backbone.eval()
+    images = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        torch.testing.assert_close(found(images), network(images))
+    write_swin(tmp_path / "padded", 64)
+    with pytest.raises(UserError, match="windows of 7 do not divide"):
+        load_checkpoint(tmp_path / "padded")
 
 
 def test_weights_without_their_config_ask_for_it(tmp_path):

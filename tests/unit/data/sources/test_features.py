@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+import cdc_plugin
 from cdc_plugin.data.images import open_images
 from cdc_plugin.data.sources import features
 from cdc_plugin.data.sources.features import describe_features
 from cdc_plugin.data.stream import open_stream
 from cdc_plugin.errors import DataError
+from cdc_plugin.models.networks.features import FeatureScaler
 
 ROWS = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 
@@ -26,6 +28,9 @@ def written(path, array=ROWS):
         lambda folder: ROWS,
         lambda folder: torch.from_numpy(ROWS),
         lambda folder: ROWS.tolist(),
+        lambda folder: pytest.importorskip("pandas").DataFrame(ROWS),
+        lambda folder: pytest.importorskip("pandas").DataFrame({"text": ["a"] * 40, "vector": list(ROWS)}),
+        lambda folder: pytest.importorskip("pandas").Series(list(ROWS)),
         lambda folder: written(folder / "plain.npy"),
         lambda folder: written(folder / "double.npy", ROWS.astype(">f8")),
         lambda folder: written(folder / "columns.npy", np.asfortranarray(ROWS)),
@@ -94,6 +99,28 @@ def test_spaces_stand_side_by_side_and_must_be_of_the_same_samples():
 def test_what_is_no_vectors_is_refused_in_words(tmp_path, array, message):
     with pytest.raises(DataError, match=message):
         describe_features(written(tmp_path / "odd.npy", array))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: np.zeros(9), r"expected an array \(N, D\)"),
+        (lambda: torch.zeros(4, 3).to_sparse(), "TruncatedSVD"),
+        (lambda: pytest.importorskip("pandas").Series([[1.0, 2.0], [1.0]]), "one length"),
+        (lambda: pytest.importorskip("pandas").DataFrame({"text": ["a", "b"]}), "expected the vectors"),
+    ],
+)
+def test_objects_that_are_no_vectors_are_refused_in_words(tmp_path, make, message):
+    with pytest.raises(DataError, match=message):
+        cdc_plugin.refine(features=make(), clusters=2, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1.0, 1e25])
+def test_the_scale_of_vectors_does_not_matter(factor):
+    scaler = FeatureScaler([4, 2])
+    scaler.fit(torch.from_numpy(ROWS) * factor)
+    lengths = [part.square().sum(dim=1).mean() for part in scaler(torch.from_numpy(ROWS) * factor).split([4, 2], dim=1)]
+    torch.testing.assert_close(torch.stack(lengths), torch.ones(2))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
