@@ -14,8 +14,6 @@ FULL_RATE_STEPS = 4_500  # shorter runs take larger rates, in proportion
 IMAGES_SEEN = 50_000  # images times epochs of a round on small data
 ROUNDS = 6  # at most, where the epochs are left open; most runs have settled earlier
 CROP_SCALE = 0.2  # SCAN's; until the augmentation is chosen
-# Each view of a frozen backbone is a pass of all images: too many for those of large images, which neighbours replace.
-FROZEN_VIEWS, LARGEST_VIEWED = 4, 64
 
 
 @dataclass
@@ -39,7 +37,6 @@ class ResolvedConfig(RefineConfig):
     std: list[float] = field(default_factory=list)
     track: list[str] = field(default_factory=list)
     sync_batchnorm: bool = False
-    frozen_views: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ def resolve(request: RefineConfig, facts: Facts) -> ResolvedConfig:
         "rounds": rounds,
         "batch_size": batch_size,
         "sub_batch_size": sub_batch_size,
-        "frozen_views": choose_frozen_views(request, facts.input_size, epochs),
+        # An epoch looks at one of them; features that others have computed have none.
+        "frozen_views": 0 if request.features else min(request.frozen_views, max(1, epochs)),
         "input_size": facts.input_size,
         "from_recipe": [],
         "augment": augment,
@@ -154,17 +152,6 @@ def find_round(epoch: int, epochs: int, rounds: int) -> tuple[int, int]:
     ends = [epochs * number // rounds for number in range(rounds + 1)]
     number = bisect.bisect_right(ends, min(epoch, epochs - 1))
     return ends[number - 1], ends[number]
-
-
-def choose_frozen_views(request: RefineConfig, input_size: int, epochs: int) -> int:
-    """Return how many views of a frozen backbone are kept: an epoch looks at one; embeddings have none.
-
-    >>> [choose_frozen_views(RefineConfig(), side, epochs) for side, epochs in ((32, 10), (32, 3), (224, 10))]
-    [4, 3, 0]
-    """
-    usual = FROZEN_VIEWS if input_size <= LARGEST_VIEWED else 0
-    asked = usual if request.frozen_views is None else request.frozen_views
-    return 0 if request.features else min(asked, max(1, epochs))
 
 
 def choose_batch_size(requested: int | None, image_count: int, input_size: int, clusters: int) -> int:

@@ -26,7 +26,10 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return f"{self.data}-{self.quality}{'-frozen' if self.settings.get('freeze_backbone') else ''}"
+        kind = (
+            "embedding" if "frozen_views" in self.settings else "frozen" if "freeze_backbone" in self.settings else None
+        )
+        return "-".join(filter(None, [self.data, self.quality, kind]))
 
 
 def read_folder(folder: Path, size: int) -> tuple[Array, Array]:
@@ -119,10 +122,11 @@ TRAINED = (
     Entry("scenes", "scenes96", LITE, "imagenet", PHOTOS),
     Entry("imagenette", "imagenette96", LITE, "imagenet", PHOTOS),
 )
-# Real weights on images of other kinds, and small networks whose features are taken for embeddings: no view is made.
+# The same networks on images of other kinds, too, whose features are taken for embeddings: no view is made.
 EMBEDDED = (
     *(Entry(source, data, LITE, "imagenet", PHOTOS | {"input_size": 64}) for source, data in OTHER_KINDS),
-    *(dataclasses.replace(e, quality="embedding") for e in TRAINED if e.quality == "full" and e.data in EMBEDDINGS),
+    *(entry for entry in TRAINED if entry.quality == "imagenet"),
+    *(entry for entry in TRAINED if entry.quality == "full" and entry.data in EMBEDDINGS),
 )
 # Each of them with a frozen backbone as well: has training helped?
 ENTRIES = (
