@@ -76,7 +76,7 @@ def train_cdc(setup: TrainingSetup) -> Outcome:
     trained = nn.Identity() if config.freeze_backbone else setup.backbone
     refiner = Refiner(trained, heads.clustering, heads.calibration, config, runtime, count)
     fresh = fresh_views(config, setup.backbone, setup.images, runtime)
-    make = fresh if setup.views is None else cached_views(setup.views, setup.device)
+    make = fresh if setup.views is None else cached_views(setup.views, config.clusters, setup.device)
     fetch = fetch_pixels(config, setup.images, runtime) if setup.views is None else None
     batches = make_batches(make, count, config.batch_size, config.seed, fetch)
     refiner.fit(batches, lambda stats: None, setup.after_epoch)
@@ -172,7 +172,7 @@ def build_task(setup: TrainingSetup) -> BaselineTask:
         lambda rows, randomness: channels_last(strong_view(load(rows), views, randomness)),
     )
     if setup.views is not None:
-        backbone, pick = nn.Identity(), cached_views(setup.views, device)
+        backbone, pick = nn.Identity(), cached_views(setup.views, setup.config.clusters, device)
         makers = (
             lambda rows, randomness: pick(rows, randomness).plain,
             lambda rows, randomness: pick(rows, randomness).weak,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...).
-ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY, REVIEW, PROBE = 1, 2, 3, 4, 5, 6, 7, 8, 9
+ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY, REVIEW, PROBE, NEIGHBOURS = range(1, 11)
 
 
 def generator(*parts: int) -> torch.Generator:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.agreement import agreement
-from cdc_plugin.core.estimate import FROZEN, TRAINED, Estimate, estimate_accuracy, fit_temperature
+from cdc_plugin.core.estimate import EMBEDDED, FROZEN, TRAINED, Estimate, estimate_accuracy, fit_temperature
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import FINAL, PROBE, QUALITY, generator
@@ -172,6 +172,8 @@ def estimate_run(run: Run, signals: dict[str, float]) -> Estimate | None:
     if not is_estimated(settings):
         return None
     constants = FROZEN if settings.freeze_backbone or settings.epochs == 0 else TRAINED
+    if settings.freeze_backbone and not settings.frozen_views:
+        constants = EMBEDDED
     return estimate_accuracy(**signals, clusters=settings.clusters, images=run.images.count, constants=constants)
 
 

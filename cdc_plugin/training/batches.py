@@ -8,15 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes
 from cdc_plugin.config.schema import AugmentConfig
-from cdc_plugin.core.random_streams import ORDER, VIEWS, generator, send
+from cdc_plugin.core.random_streams import NEIGHBOURS, ORDER, VIEWS, generator, send
 from cdc_plugin.data.images import ImageSet
 from cdc_plugin.data.views import Share, ViewSettings, channels_last, plain_view, strong_view, view_settings, weak_view
 from cdc_plugin.models.backbone import Backbone
-from cdc_plugin.training.features import ReadRows, features_key, find_rows, images_per_pass, keep_rows
+from cdc_plugin.training.features import Features, features_key, find_rows, images_per_pass, keep_rows
 from cdc_plugin.training.runtime import Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 
@@ -28,6 +29,7 @@ CROP_SCALES = (0.2, 0.4, 0.6, 0.8)  # SCAN's 0.2 first, then milder ones
 # A change is overlooked if it moves few more images to another cluster than the mildest crop does.
 FLIP_SHARE, CROP_SHARE = 0.9, 0.95
 SNAPSHOT_IMAGES, SNAPSHOT_EPOCHS = 512, 3  # images that are predicted after each of the last epochs
+NEAR = 20  # images near by that one may be exchanged for, as in SCAN; of half a cluster at most
 AUGMENTED_IMAGES = 1024  # images that are predicted again in an augmented view
 
 
@@ -162,11 +164,11 @@ def cached_view_features(settings: ResolvedConfig, backbone: Backbone, images: I
     return torch.empty(0, *shape[1:])
 
 
-def cached_views(rows: Tensor, device: torch.device) -> MakeViews:
+def cached_views(rows: Tensor, clusters: int, device: torch.device) -> MakeViews:
     """Return a function that draws views from the rows (N, 1 + 2 views, D) of `view_features`."""
     count = (rows.shape[1] - 1) // 2
     if not count:
-        return plain_views(rows[:, 0], device)
+        return neighbour_views(Features(rows[:, 0], len(rows)), clusters, device)
 
     def pick(chosen: Tensor, randomness: torch.Generator, pixels: None = None) -> Views:
         which = torch.randint(count, (2, len(chosen)), generator=randomness)
@@ -179,14 +181,31 @@ def cached_views(rows: Tensor, device: torch.device) -> MakeViews:
     return pick
 
 
-def plain_views(rows: Tensor | ReadRows, device: torch.device) -> MakeViews:
-    """Return a function whose views are all the plain features, from the rows (N, D) of all samples."""
+def neighbour_views(features: Features, clusters: int, device: torch.device) -> MakeViews:
+    """Return a function that takes the features of images near by as strong views, and the plain ones as weak views.
+
+    Like a view of pixels, a neighbour differs from an image in what mostly does not change its kind.
+    """
+    near, rows = find_near(features, clusters, device), features.gather()
 
     def pick(chosen: Tensor, randomness: torch.Generator, pixels: None = None) -> Views:
-        plain = send(rows[chosen], device)
-        return Views(plain, plain, plain, chosen)
+        drawn = near[chosen, torch.randint(near.shape[1], (len(chosen),), generator=randomness)].long()
+        plain, strong = (send(rows[places], device) for places in (chosen, drawn))
+        return Views(plain, plain, strong, chosen)
 
     return pick
+
+
+def find_near(features: Features, clusters: int, device: torch.device) -> Tensor:
+    """Return which images (N, k) are near each one, mostly itself among them: of all or, of very many, a sample."""
+    rows, chosen = features.sample(clusters, generator(0, NEIGHBOURS))
+    unit, count = F.normalize(rows.to(device), dim=1), max(1, min(NEAR, len(rows) // (2 * clusters)))
+
+    def find(block: Tensor) -> Tensor:
+        similarity = F.normalize(block.to(device), dim=1) @ unit.T
+        return chosen[similarity.topk(count, dim=1).indices.cpu()].int()
+
+    return features.map(find)
 
 
 def choose_augmentation(

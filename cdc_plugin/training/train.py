@@ -17,7 +17,7 @@ from cdc_plugin.training.batches import (
     fetch_pixels,
     fresh_views,
     make_batches,
-    plain_views,
+    neighbour_views,
     predict_snapshot,
     snapshot_rows,
 )
@@ -49,9 +49,10 @@ def train(run: Run, tracking: Tracking) -> None:
     if run.features is not None and not refiner.done:
         seen = run.features.take(snapshot_rows(images.count))
         if settings.frozen_views:
-            make = cached_views(cached_view_features(settings, model.backbone, images, run.runtime), runtime.device)
+            rows = cached_view_features(settings, model.backbone, images, run.runtime)
+            make = cached_views(rows, settings.clusters, runtime.device)
         else:
-            make = plain_views(run.features.gather(), runtime.device)
+            make = neighbour_views(run.features, settings.clusters, runtime.device)
     if frozen and not main:
         return
     bar = TrainingProgress(refiner.epoch, settings.epochs, refiner.batches_per_epoch, settings.rounds)

@@ -237,8 +237,11 @@ def main(out: Path) -> None:
     unreadable = leave_one_out([run for run, _ in pairs], choose)
     print(f"UNREADABLE without each source: {unreadable}; all: {choose(trained)}\n")
     rows = report_level(out, [run for run in trained if is_readable(run, choose(trained), limit)], limit)
-    print(f"{len(frozen)} runs of frozen backbones")
-    still = report_level(out, frozen, limit)
+    viewed, embedded = ([run for run in frozen if bool(run["frozen_views"]) is kind] for kind in (True, False))
+    print(f"{len(viewed)} runs of frozen backbones")
+    still = report_level(out, viewed, limit)
+    print(f"{len(embedded)} runs without views")
+    report_level(out, embedded, limit)
     ends = []
     for run, twin in pairs:
         helped = is_readable(run, unreadable[run["source"]], limit)

@@ -26,7 +26,10 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return f"{self.data}-{self.quality}{'-frozen' if self.settings.get('freeze_backbone') else ''}"
+        kind = (
+            "embedding" if "frozen_views" in self.settings else "frozen" if "freeze_backbone" in self.settings else None
+        )
+        return "-".join(filter(None, [self.data, self.quality, kind]))
 
 
 def read_folder(folder: Path, size: int) -> tuple[Array, Array]:
@@ -78,6 +81,8 @@ DATA: dict[str, tuple[str, int | None, Callable[[Array, Array], tuple[Array, Arr
     "gtsrb10": ("gtsrb10.npz", None, None),
     "scenes32": ("scenes_900", 32, None),
     "imagenette32": ("imagenette_1000", 32, None),
+    "scenes64": ("scenes_900", 64, None),
+    "imagenette64": ("imagenette_1000", 64, None),
     "scenes96": ("scenes_900", 96, None),
     "imagenette96": ("imagenette_1000", 96, None),
     "mnist5k_noise": ("mnist5k.npz", None, add_noise),
@@ -89,6 +94,11 @@ FASHION = {"mean": [0.2851] * 3, "std": [0.3375] * 3}
 PHOTOS = {"arch": "tf_efficientnet_lite0", "mean": [0.5] * 3, "std": [0.5] * 3, "input_size": 96}
 FROZEN = {"freeze_backbone": True}
 LITE = "weights/tf_efficientnet_lite0_imagenet_timm.pth"
+OTHER_KINDS = (
+    *(("digits", "digits"), ("fashion", "fashion5k"), ("mnist", "mnist5k"), ("usps", "usps5k"), ("gtsrb", "gtsrb10")),
+    *(("cifar", "cifar10_5k"), ("scenes", "scenes64"), ("imagenette", "imagenette64")),
+)
+EMBEDDINGS = ("digits", "fashion5k", "mnist5k", "usps5k", "gtsrb10")
 TRAINED = (
     Entry("digits", "digits", "backbones/digits_resnet18w16.pt", "full", DIGITS, small=True),
     Entry("digits", "digits", str(DEMO_BACKBONE), "demo"),
@@ -112,8 +122,18 @@ TRAINED = (
     Entry("scenes", "scenes96", LITE, "imagenet", PHOTOS),
     Entry("imagenette", "imagenette96", LITE, "imagenet", PHOTOS),
 )
+# The same networks on images of other kinds, too, whose features are taken for embeddings: no view is made.
+EMBEDDED = (
+    *(Entry(source, data, LITE, "imagenet", PHOTOS | {"input_size": 64}) for source, data in OTHER_KINDS),
+    *(entry for entry in TRAINED if entry.quality == "imagenet"),
+    *(entry for entry in TRAINED if entry.quality == "full" and entry.data in EMBEDDINGS),
+)
 # Each of them with a frozen backbone as well: has training helped?
-ENTRIES = (*TRAINED, *(dataclasses.replace(e, settings=e.settings | FROZEN, small=False) for e in TRAINED))
+ENTRIES = (
+    *TRAINED,
+    *(dataclasses.replace(e, settings=e.settings | FROZEN, small=False) for e in TRAINED),
+    *(dataclasses.replace(e, settings=e.settings | FROZEN | {"frozen_views": 0}, small=False) for e in EMBEDDED),
+)
 
 
 def write_data(name: str, shared: Path, folder: Path) -> Path:

@@ -14,6 +14,7 @@ import cdc_plugin.evaluation.outcome as outcome
 import cdc_plugin.pipeline as pipeline
 import cdc_plugin.training.train as training
 from cdc_plugin import refine
+from cdc_plugin.config.load import load_config
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.probe import principal_components, read_linearly
 from cdc_plugin.core.prototypes import standardize_rows
@@ -101,6 +102,7 @@ def main(request: dict[str, Any]) -> None:
         **{name: head[name] for name in ("ACC", "NMI", "ECE", "CONF")},
         "expected": [card[name] for name in ("expected_accuracy", "expected_low", "expected_high")],
         "signals": card["signals"],
+        "frozen_views": load_config(out / "folder" / "config.yaml").frozen_views,
         "start": start,
         "card": {name: value for name, value in card.items() if isinstance(value, (int, float))},
         "warnings": [warning["text"] for warning in card["warnings"]],

@@ -24,6 +24,7 @@ from cdc_plugin.training.batches import (
     training_views,
     view_features,
 )
+from cdc_plugin.training.features import Features
 from cdc_plugin.training.runtime import Distributed, Runtime, plan_shards
 from cdc_plugin.training.steps import Views
 from tests.helpers import seeded
@@ -164,13 +165,41 @@ def test_features_of_views_are_the_same_in_any_number_of_processes(tiny_backbone
 def test_cached_views_by_hand():
     # Two images, whose plain views are 0 and 10; weak ones follow at 1 and 2, strong ones at 3 and 4.
     rows = torch.arange(5.0).view(1, 5, 1) + torch.tensor([0.0, 10.0]).view(2, 1, 1)
-    pick, seen = cached_views(rows, CPU), set()
+    pick, seen = cached_views(rows, 2, CPU), set()
     for seed in range(120):
         views = pick(torch.tensor([1, 0]), seeded(seed))
         assert views.rows.tolist() == [1, 0]
         assert views.plain.tolist() == [[10.0], [0.0]]
         seen |= {(*views.weak.flatten().tolist(), *views.strong_of(torch.arange(2)).flatten().tolist())}
     assert seen == {(a, b, c, d) for a in (11, 12) for b in (1, 2) for c in (13, 14) for d in (3, 4)}
+
+
+def test_neighbours_are_strong_views_where_there_are_no_others():
+    # Two groups of four on two lines: nobody is exchanged for an image of the other group.
+    rows = torch.cat(
+        [torch.tensor([[1.0, 0.1 * n] for n in range(4)]), torch.tensor([[-0.1 * n, 1.0] for n in range(4)])]
+    )
+    pick, chosen, seen = cached_views(rows[:, None], 2, CPU), torch.tensor([5, 0, 3]), set()
+    for seed in range(40):
+        views = pick(chosen, seeded(seed))
+        assert torch.equal(views.plain, rows[chosen])
+        assert views.weak is views.plain
+        strong = views.strong_of(torch.arange(3))
+        places = [int((rows == row).all(dim=1).nonzero()) for row in strong]
+        assert [place // 4 for place in places] == [1, 0, 0]
+        seen |= set(enumerate(places))
+    assert seen == {(0, 5), (0, 6), (1, 0), (1, 1), (2, 3), (2, 2)}  # half of a group: itself and the nearest
+
+
+def test_neighbours_of_very_many_images_are_among_a_sample(monkeypatch):
+    monkeypatch.setattr("cdc_plugin.training.features.SAMPLE", 30)
+    monkeypatch.setattr("cdc_plugin.training.features.SAMPLE_A_CLUSTER", 1)
+    angles = torch.linspace(0, 1.5, 90)
+    rows = torch.stack([angles.cos(), angles.sin()], dim=1)
+    near = module.find_near(Features(rows, 90), 3, CPU)
+    assert near.shape == (90, 5)
+    assert len(near.unique()) <= 30
+    assert (angles[near.long()] - angles[:, None]).abs().max() < 0.6
 
 
 def test_features_of_views_are_computed_once_and_again_for_other_settings(tmp_path, monkeypatch, tiny_backbone, images):
