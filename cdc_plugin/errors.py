@@ -1,6 +1,9 @@
 """Exceptions that a user can cause and mend; the command line turns them into one line and exit code 2."""
 
 import re
+import shlex
+import sys
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -57,6 +60,18 @@ def option(name: str, value: Any = True) -> str:
         return f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
+
+
+def join_words(words: Iterable[object]) -> str:
+    """Return words as the shell of this system takes them: cmd and PowerShell know double quotes alone.
+
+    >>> join_words(["--out", "runs/photos", "seed=1"])
+    '--out runs/photos seed=1'
+    """
+    texts = [str(word) for word in words]
+    if sys.platform != "win32":
+        return shlex.join(texts)
+    return " ".join(text if re.fullmatch(r"[\w.:\\/=+-]+", text) else f'"{text}"' for text in texts)
 
 
 def shorten(value: Any, most: int = 80) -> str:

@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from cdc_plugin.checkpoints.safe_pickle.names import InertRecord
 from cdc_plugin.checkpoints.weights import strip_prefix
 from cdc_plugin.data.atomic import has_content
 from cdc_plugin.data.sources.shards import COMPRESSED_MAGIC
-from cdc_plugin.errors import CheckpointError, UserError, option
+from cdc_plugin.errors import CheckpointError, UserError, join_words, option
 
 log = logging.getLogger("cdc_plugin")
 CHECKPOINT_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".tar", ".bin")
@@ -88,7 +87,7 @@ def read_checkpoint(path: str | Path, trust: bool = False) -> Checkpoint:
     if isinstance(payload, Mapping) and {"refiner", "digest"} <= payload.keys():
         raise CheckpointError(
             f"{file} is the state of an unfinished run, not its model; finish it first: "
-            f"cdc-refine --resume --out {quote(str(file.parent))}; its model is then {file.parent}"
+            f"cdc-refine --resume --out {join_words([file.parent])}; its model is then {file.parent}"
         )
     state = find_state_dict(payload, file.name)
     _refuse_many(len(state), file)

@@ -8,7 +8,6 @@ import contextlib
 import io
 import logging
 import os
-import shlex
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,16 @@ from typing import Any
 
 from cdc_plugin import __version__
 from cdc_plugin.config.schema import RefineConfig, list_settings
-from cdc_plugin.errors import COMMAND_LINE, ConfigError, UserError, flatten, is_out_of_memory, option, shorten
+from cdc_plugin.errors import (
+    COMMAND_LINE,
+    ConfigError,
+    UserError,
+    flatten,
+    is_out_of_memory,
+    join_words,
+    option,
+    shorten,
+)
 from cdc_plugin.training.signals import Terminated, ending_on_termination, find_interruption, noticing_interrupts
 
 ARGUMENTS: dict[str, dict[str, Any]] = {"int": {"type": int}, "list[str]": {"action": "append"}}  # of add_argument
@@ -142,7 +150,7 @@ def run_command(
             reason, code = "interrupted", 130
             if isinstance(interruption, Terminated):
                 reason, code = f"stopped by {interruption.name}", interruption.exit_code
-            hint = getattr(interruption, "hint", kept and f"{kept}: {program} {shlex.join(words)}".rstrip())
+            hint = getattr(interruption, "hint", kept and f"{kept}: {program} {join_words(words)}".rstrip())
             message = "; ".join(filter(None, [f"{parser.prog}: {reason}", hint])) if is_main_process() else ""
         elif isinstance(error, UserError):
             message, code = "" if error.told else f"{parser.prog}: error: {error}", 2

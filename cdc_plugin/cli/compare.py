@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.cli import common
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import ConfigError, join_words
 
 if TYPE_CHECKING:
     from cdc_plugin.comparison.datasets import DatasetRequest
@@ -101,7 +100,7 @@ def compare_command(arguments: Sequence[str] | None = None) -> None:
         seeds = request.parse_seeds(options.seeds or str(recipe.seeds))
         sets = list_sets(options, recipe)
         title, columns = (recipe.title, recipe.columns) if options.recipe else ("", ())
-        command = shlex.join(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None
+        command = join_words(["cdc-compare", *sys.argv[1:]]) if Path(sys.argv[0]).stem == "cdc-compare" else None
         how = {name: getattr(options, name) for name in ("jobs", "keep_models", "overwrite")}
         common.start_log(options.quiet)
         from cdc_plugin.comparison.export import to_text

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.cli import common
-from cdc_plugin.errors import ConfigError
+from cdc_plugin.errors import ConfigError, join_words
 
 if TYPE_CHECKING:
     from cdc_plugin.evaluation.records import Report
@@ -111,7 +110,7 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
         stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
         model, advice = metrics["model"], ""
         if model["heads"] == 1:  # a refined model, which has two, cannot be helped by refining it
-            words = shlex.join(["--backbone", model["path"], *model["options"], "--data", str(metrics["data"])])
+            words = join_words(["--backbone", model["path"], *model["options"], "--data", str(metrics["data"])])
             advice = f"; to calibrate it: cdc-refine {words} --init keep"
         lines.append(f"warning: the model is over-confident: {stated}{advice}")
     if metrics["skipped"]:

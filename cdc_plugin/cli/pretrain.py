@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cdc_plugin.cli import common
+from cdc_plugin.errors import join_words
 from cdc_plugin.training.pretext.config import TITLES, PretrainConfig, load_pretrain_config
 
 if TYPE_CHECKING:
@@ -74,6 +74,6 @@ def outcome(result: Pretrained) -> str:
             "warning: the network has collapsed, all images look alike to it; take another --method or seed, "
             f"or a lower rate: lr={result.config.lr / 4:g}"
         )
-    folder, data = (shlex.quote(str(word)) for word in (result.folder, result.config.data))
+    folder, data = (join_words([word]) for word in (result.folder, result.config.data))
     lines += [f"results: {result.folder}", f"next: cdc-refine --backbone {folder} --data {data} --clusters C"]
     return "\n".join(lines)

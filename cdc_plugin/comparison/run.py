@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from cdc_plugin.comparison.table import Row, collect
 from cdc_plugin.comparison.verdict import judge_rows
 from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.data.atomic import read_json_object, write_text
-from cdc_plugin.errors import COMMAND_LINE, ConfigError, OutputError, option
+from cdc_plugin.errors import COMMAND_LINE, ConfigError, OutputError, join_words, option
 from cdc_plugin.evaluation.records import SCHEMA_VERSION, comparison_record
 from cdc_plugin.report.grid_page import render_grid
 from cdc_plugin.training.progress import CellProgress, log, log_to
@@ -113,7 +112,7 @@ def run_comparison(
         except KeyboardInterrupt as error:
             program, *typed = COMMAND_LINE.get() or ("this call and",)
             words = [*(word for word in typed if not word.startswith("--ov")), "--out", str(folder)]  # not --overwrite
-            again = f"{program} {shlex.join(words) if typed else option('out', str(folder))}"
+            again = f"{program} {join_words(words) if typed else option('out', str(folder))}"
             add_hint(error, f"finished cells are kept, continue with: {again}")
             raise
         return write_results(grid, failures, title, columns, command)

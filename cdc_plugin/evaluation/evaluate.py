@@ -1,7 +1,6 @@
 """Evaluate any clustering model on any images, as it is; ground truth is for the report only. Read `evaluate` first."""
 
 import json
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.images import ImageSet, describe_source, storage_size
 from cdc_plugin.data.sources.features import describe_features
-from cdc_plugin.errors import CheckpointError, ConfigError, DataError, UserError, option
+from cdc_plugin.errors import CheckpointError, ConfigError, DataError, UserError, join_words, option
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
 from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
 from cdc_plugin.evaluation.records import (
@@ -343,4 +342,4 @@ def _command(evaluated: EvaluatedModel, task: Task) -> str | None:
     words = ["cdc-evaluate", "--model", evaluated.path, *evaluated.options, "--data", str(task.data)]
     words += ["--ood", *map(str, task.ood)] if task.ood else []
     words += [] if task.labels else ["--no-labels"]
-    return shlex.join(words)
+    return join_words(words)

@@ -3,7 +3,6 @@
 import difflib
 import json
 import os
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from cdc_plugin.checkpoints.read import find_run
 from cdc_plugin.config.load import load_config
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.atomic import has_content, read_json_object, read_small_text
-from cdc_plugin.errors import CheckpointError, UserError
+from cdc_plugin.errors import CheckpointError, UserError, join_words
 from cdc_plugin.models.architectures import describe
 from cdc_plugin.models.clusterer import Clusterer
 from cdc_plugin.training.run_folder import CONFIG, HISTORY, LOG, REPORT, STATE
@@ -138,7 +137,7 @@ def _refuse_unfinished(folder: Path) -> None:
     done = len(_read_history(folder / HISTORY))
     raise CheckpointError(
         f"{folder} holds an unfinished run (epoch {done} of {config.epochs}); finish it first: "
-        f"cdc-refine --resume --out {shlex.quote(str(folder))}"
+        f"cdc-refine --resume --out {join_words([folder])}"
     )
 
 

@@ -1,6 +1,5 @@
 """Build the records of a run: report.json and predictions.csv, and the figures in them with and without labels."""
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import join_csv, open_atomically
 from cdc_plugin.data.images import ImageSet
+from cdc_plugin.errors import join_words
 from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row
 from cdc_plugin.training.run_folder import CONFIG
@@ -65,7 +65,7 @@ def describe_run(config: RefineConfig, folder: Path) -> dict[str, Any]:
     return {
         "backbone": f"{backbone}{' (frozen)' if config.freeze_backbone else ''}" if backbone else "features",
         "settings": (folder / CONFIG).read_text(encoding="utf-8"),
-        "command": None if in_python else shlex.join(words),
+        "command": None if in_python else join_words(words),
     }
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cdc_plugin.errors import OutputError, UserError
+from cdc_plugin.errors import OutputError, UserError, join_words
 
 ARGS, RESULTS = "args.json", "cdc"
 # Set by torchrun, Lightning and SLURM; any rank other than 0 means another process is the first.
@@ -75,4 +74,4 @@ class RefineWhenPretrained(Callback):
         code = subprocess.run([sys.executable, "-m", "cdc_plugin", *arguments], env=environment, check=False).returncode
         if code:
             message = "cdc-refine ended with exit code %d; the pretraining in %s is complete. To try again: %s"
-            log.error(message, code, folder, shlex.join(["cdc-refine", *arguments]))
+            log.error(message, code, folder, join_words(["cdc-refine", *arguments]))

@@ -1,7 +1,6 @@
 """Resume a run from the state of its last finished epoch; the checkpoint it began with is no longer needed."""
 
 import dataclasses
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from cdc_plugin.config.resolve import Facts, ResolvedConfig, resolve
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.images import ImageSet, digest_image_list
 from cdc_plugin.data.side import read_side
-from cdc_plugin.errors import COMMAND_LINE, ConfigError, DataError, OutputError, option
+from cdc_plugin.errors import COMMAND_LINE, ConfigError, DataError, OutputError, join_words, option
 from cdc_plugin.models.architectures import build, skeleton
 from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.clusterer import Clusterer
@@ -110,7 +109,7 @@ def explain_resume(request: Any, kept: Path | None) -> str:
     """Return the whole command, or Python call, that continues a run; ``kept`` is its folder, None without a state."""
     program, *typed = COMMAND_LINE.get() or ("" if isinstance(request, RefineConfig) else "cdc-pretrain",)
     if kept is None:
-        return f"nothing is kept yet, start again with: {f'{program} {shlex.join(typed)}' if program else 'this call'}"
+        return f"nothing is kept yet, start again with: {f'{program} {join_words(typed)}' if program else 'this call'}"
     default = type(request)()
     given = {name: getattr(request, name) for name in OF_THE_REQUEST if hasattr(request, name)}
     repeated = {name: value for name, value in given.items() if value != getattr(default, name)}
@@ -119,7 +118,7 @@ def explain_resume(request: Any, kept: Path | None) -> str:
         inputs = {name: getattr(request, name) for name in ("backbone", "data")}
         objects = [name if str(value).startswith("<") else repr(str(value)) for name, value in inputs.items()]
         words = [*objects, *(f"{name}={v!r}" for name, v in {"out": str(kept), "resume": True, **repeated}.items())]
-    again = f"{program} {shlex.join(words)}" if program else f"cdc_plugin.refine({', '.join(words)})"
+    again = f"{program} {join_words(words)}" if program else f"cdc_plugin.refine({', '.join(words)})"
     return f"finished epochs are kept, continue with: {again}"
 
 

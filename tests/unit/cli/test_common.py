@@ -16,7 +16,7 @@ from cdc_plugin.__main__ import COMMANDS
 from cdc_plugin.cli import common
 from cdc_plugin.cli.common import set_up_process
 from cdc_plugin.cli.refine import refine_command, refine_parser
-from cdc_plugin.errors import UserError, option
+from cdc_plugin.errors import UserError, join_words, option
 from cdc_plugin.training.pretext.config import PretrainConfig
 from cdc_plugin.training.signals import Terminated
 
@@ -204,3 +204,10 @@ def test_the_package_as_a_library_leaves_the_process_alone():
     package = Path(common.__file__).parents[1]
     using = {file.stem for file in package.rglob("*.py") if "set_up_process" in file.read_text(encoding="utf-8")}
     assert using == {"common"}
+
+
+def test_words_are_quoted_as_the_shell_of_the_system_takes_them(monkeypatch):
+    words = ["--out", "my runs/a", "mean=[0.5,0.5,0.5]", "seed=1"]
+    assert shlex.split(join_words(words)) == words
+    monkeypatch.setattr("sys.platform", "win32")
+    assert join_words(words) == '--out "my runs/a" "mean=[0.5,0.5,0.5]" seed=1'
