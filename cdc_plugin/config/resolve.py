@@ -139,8 +139,17 @@ def choose_epochs(request: RefineConfig, image_count: int) -> tuple[int, int]:
     rounds = request.rounds or (ROUNDS if request.epochs is None else 1)
     rounds = 1 if request.freeze_backbone else rounds  # features that stay the same have nothing to review
     if request.epochs is None:
-        return rounds * min(100, max(10, round(IMAGES_SEEN / image_count))), rounds
+        return rounds * round_epochs(image_count), rounds
     return request.epochs, max(1, min(rounds, request.epochs))
+
+
+def round_epochs(image_count: int) -> int:
+    """Return how many epochs a round has where they are left open.
+
+    >>> [round_epochs(count) for count in (100, 2000, 60_000)]
+    [100, 25, 10]
+    """
+    return min(100, max(10, round(IMAGES_SEEN / image_count)))
 
 
 def find_round(epoch: int, epochs: int, rounds: int) -> tuple[int, int]:

@@ -169,7 +169,7 @@ def predict_all(run: Run) -> tuple[Features, NDArray[np.float32], NDArray[np.flo
 def estimate_run(run: Run, signals: dict[str, float]) -> Estimate | None:
     """Return the estimate; None where the constants were not chosen for such runs, or another level was asked for."""
     settings = run.settings
-    if not is_estimated(settings):
+    if not is_estimated(run):
         return None
     constants = FROZEN if settings.freeze_backbone or settings.epochs == 0 else TRAINED
     if settings.freeze_backbone and not settings.frozen_views:

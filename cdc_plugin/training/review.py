@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cdc_plugin.config.resolve import ResolvedConfig, find_round
+from cdc_plugin.config.resolve import ResolvedConfig, find_round, round_epochs
 from cdc_plugin.core.estimate import TRAINED, estimate_accuracy
 from cdc_plugin.core.kmeans import compare_basins
 from cdc_plugin.core.losses import check_calibration
@@ -96,16 +96,22 @@ def measure_signals(run: Run, calibration: NDArray[np.float32]) -> dict[str, flo
     return {"confidence": float(calibration.max(axis=1).mean()), "probe": probe}
 
 
-def is_estimated(settings: ResolvedConfig) -> bool:
-    """Return whether the confidence is set to the level of the estimate: its constants were chosen for such runs."""
-    return settings.level != "learned" and settings.heads == "dual" and check_calibration(settings.calibration).regional
+def is_estimated(run: Run) -> bool:
+    """Return whether the confidence is set to the level of the estimate: its constants were chosen for such runs.
+
+    Heads begin cautious and grow too sure: before a whole round the level that they have learned is nearer.
+    """
+    settings = run.settings
+    whole = settings.epochs == 0 or settings.epochs >= round_epochs(run.images.count)
+    dual = settings.heads == "dual" and check_calibration(settings.calibration).regional
+    return whole and dual and settings.level != "learned"
 
 
 def may_return(run: Run) -> bool:
     """Return whether a run ends with the features it began with, should training not have helped."""
     settings, enough = run.settings, len(run.start_rows) >= LEAST_IMAGES
     trained = not settings.freeze_backbone and settings.epochs > 0
-    return enough and trained and settings.init == "prototypes" and is_estimated(settings)
+    return enough and trained and settings.init == "prototypes" and is_estimated(run)
 
 
 def has_helped(run: Run) -> bool:

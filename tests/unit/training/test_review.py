@@ -106,6 +106,7 @@ def test_training_ends_where_the_estimate_no_longer_rises(blobs, monkeypatch):
 
 
 def test_clusters_that_the_first_features_know_nothing_of_have_not_helped(blobs, monkeypatch):
+    monkeypatch.setattr(review, "round_epochs", lambda count: 1)
     noise = torch.randn(COUNT, 10, generator=torch.Generator().manual_seed(1))
     run, _ = reviewed(blobs, TRUTH, TRUTH, monkeypatch)
     assert review.has_helped(run)
@@ -122,6 +123,7 @@ def test_a_run_that_has_not_helped_ends_with_the_features_it_began_with(
 ):
     monkeypatch.setattr(review, "LEAST_IMAGES", 0)
     monkeypatch.setattr(review, "UNREADABLE", 2.0)
+    monkeypatch.setattr(review, "round_epochs", lambda count: 1)
     report = refine(tiny_checkpoint, archive, 4, out=tmp_path / "run", epochs=2, rounds=2, hidden=16, device="cpu")
     assert report.metrics["returned_to_start"]
     assert len(report.metrics["rounds"]) == 2
