@@ -170,7 +170,7 @@ def _check_values(config: Any, fields: Mapping[str, dataclasses.Field[Any]]) -> 
         rule = item.metadata
         values = value if isinstance(value, list) else [value]
         limits = {name: rule[name] for name in LIMITS if rule[name] is not None}
-        if "" in values:
+        if "" in values and not getattr(config, "features", None):  # beside features it says that there is none
             yield key, f"{key} is empty ({rule['help']})"
         elif rule["choices"] and value not in rule["choices"]:
             near = difflib.get_close_matches(value, rule["choices"], n=1)

@@ -100,6 +100,7 @@ def test_heads_start_again_on_the_device(waits, refine, monkeypatch):
 def test_a_run_returns_to_its_first_features_on_the_device(waits, refine, monkeypatch):
     monkeypatch.setattr(review, "LEAST_IMAGES", 0)
     monkeypatch.setattr(review, "UNREADABLE", 9.0)
+    monkeypatch.setattr(review, "round_epochs", lambda count: 1)
     assert json.loads((refine("epochs=2", "rounds=2") / "report.json").read_text())["returned_to_start"]
 
 
