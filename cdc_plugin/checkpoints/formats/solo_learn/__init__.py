@@ -45,25 +45,15 @@ def load_solo_learn(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
     size = network.size or (find_input_size(run) if run else None)
     usual = 32 if network.spec["family"] == "wide_resnet" else image_size_default(network.spec)
     mean, std = stated or (CIFAR10 if (size or usual) <= 32 else IMAGENET)
-    missing = _find_missing_half(run) if run and stated else ("mean", "std")
-    inferred = [*network.inferred, *missing, *(() if size else ("input_size",))]
+    inferred = [*network.inferred, *(() if stated else ("mean", "std")), *(() if size else ("input_size",))]
     facts = (str(checkpoint.path), mean, std, size or usual, tuple(dict.fromkeys(inferred)), wanted.partial)
     backbone, matched = build_backbone(network.spec, network.weights, *facts)
     usual_ones = "usual, no file states them"
     source_of_both = f"as solo-learn has them for {run.dataset}" if run and stated else usual_ones
     why = dict(network.why) | {"mean": source_of_both, "std": source_of_both, "branch": prefix.rstrip(".")}
-    if stated:
-        why |= dict.fromkeys(missing, "solo-learn's default; args.json states the other half alone")
     why["input_size"] = "usual, no file states it" if "input_size" in inferred else "stated by the run"
     epoch = whole_number(payload_fields(checkpoint.payload).get("epoch"))
     return Loaded(backbone, Origin(_describe_writer(run), epoch, why), matched=matched)
-
-
-def _find_missing_half(run: RunArgs) -> tuple[str, ...]:
-    """Return which of mean and std a run on data of its own leaves to the default: a damaged word looks like that."""
-    pair = {"mean": run.mean, "std": run.std}
-    halved = run.dataset == "custom" and any(pair.values())
-    return tuple(name for name, value in pair.items() if halved and value is None)
 
 
 def _find_prefix(checkpoint: Checkpoint, wanted: Wanted) -> str:

@@ -95,14 +95,6 @@ def test_small_stem_is_left_to_the_images_without_arguments_or_on_data_of_ones_o
     assert set(found.backbone.inferred) == {"stem.padding", "stem.pool", "stem.stride"}
 
 
-def test_half_of_the_statistics_alone_marks_the_other_half_as_inferred(resnet):
-    args = args_for("resnet18", dataset="custom")
-    args["augmentations"] = [{"crop_size": 32, "std": [0.3, 0.3, 0.3]}]  # a damaged file may have lost the mean
-    found = loaded(checkpoint(resnet, args))
-    assert {"mean", "std"} & set(found.backbone.inferred) == {"mean"}
-    assert found.backbone.std.tolist() == pytest.approx([0.3] * 3)
-
-
 def test_resnet_for_large_images_keeps_its_stem():
     network = models.resnet18()
     network.fc = nn.Identity()
