@@ -8,6 +8,7 @@ so that all processes see the whole batch for selection, targets and heads; grad
 import contextlib
 import datetime
 import functools
+import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,7 +218,8 @@ def init_distributed() -> Iterator[Distributed]:
                 "the processes exchange GPU tensors only, and a run shares words and CPU tensors too; start the group "
                 'with init_process_group("cpu:gloo,cuda:nccl"), or let cdc_plugin start it'
             )
-        yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
+        with _leave_no_network():
+            yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
         return
     end_with_parent()
     if torch.cuda.is_available():
@@ -235,9 +237,22 @@ def init_distributed() -> Iterator[Distributed]:
             "with torchrun and the same --rdzv-endpoint, or unset WORLD_SIZE and RANK to run a single process"
         ) from error
     try:
-        yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
+        with _leave_no_network():
+            yield Distributed(dist.get_rank(), dist.get_world_size(), local_rank)
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _leave_no_network() -> Iterator[None]:
+    """Free data-parallel networks that a cycle keeps: they would keep the group, and its threads, beyond its end.
+
+    A thread that lets go of a tensor while the interpreter is torn down aborts the process.
+    """
+    try:
+        yield
+    finally:
+        gc.collect()
 
 
 def _devices_of_group() -> list[str]:
