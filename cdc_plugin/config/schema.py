@@ -205,7 +205,7 @@ class RefineConfig:
     frozen_views: int = setting(
         4,
         "weak and strong views per image that a frozen backbone computes once; with 0 the features of images near by "
-        "take the place of strong views, in a ninth of the time, and confidence is less reliable",
+        "take the place of strong views, one pass does for nine, and confidence is less reliable",
         at_least=0,
         at_most=10_000,
     )
