@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   cdc-refine --demo
   cdc-refine --backbone checkpoint.pth --data photos/ --clusters 10
+  cdc-refine --backbone checkpoint.pth --data photos/ --clusters auto  # or auto:5-50
   cdc-refine --backbone moco_r34.pth --data cifar10 --recipe cifar10 --out runs/cifar10
   cdc-refine --backbone big_vit.pth --arch vit_base_patch16_224 --data photos/ --clusters 20 --freeze-backbone
   cdc-refine --features clip.npy dino.npy --clusters 10  # embeddings of the same samples, of any kind
@@ -36,7 +37,8 @@ def refine_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to run on")
     common.add_settings(what, "backbone")
     common.add_features(what)
-    common.add_settings(what, "data", "clusters")
+    common.add_settings(what, "data")
+    common.add_settings(what, "clusters", type=str, metavar="C")
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
     common.add_settings(what, "format", "arch", "branch", "head", "pool", "trust_checkpoint", "partial_weights")
     common.add_settings(what, "labels", help="ignore class sub-folders and label arrays")

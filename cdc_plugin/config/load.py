@@ -23,8 +23,11 @@ TYPES = {
     "bool": "true or false",
     "str": "text",
     "list[float]": "a list of numbers",
+    "list[int]": "a list of whole numbers",
     "list[str]": "a list of names",
 }
+AUTO = re.compile(r"auto(?::(\d{1,7})-(\d{1,7}))?")  # a value of `clusters`
+FOUND_BETWEEN = (2, 50)  # clusters, where no range is stated
 REFERENCE = re.compile(r"\$\{[A-Za-z_][\w.]*\}")  # to another setting, never to the environment or a function
 MOST_ITEMS, MOST_PROBLEMS = 100, 50  # of a list; that are told at once
 LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le}
@@ -52,11 +55,31 @@ def load_config(
         layers[f"recipe {path}"] = keep_allowed(content, allowed, f"recipe {path}")
     layers[FLAGS] = {key: value for key, value in (flags or {}).items() if value is not None}
     layers[WORDS], problems = _read_words(overrides)
+    if schema is RefineConfig:
+        layers = {name: read_auto(layer) for name, layer in layers.items()}
     config = _merge(schema, layers, problems)
     if isinstance(config, RefineConfig) and recipe is not None and not config.from_recipe:
         stated = {*layers[FLAGS], *layers[WORDS]}
         config.from_recipe = [name for name in INPUT_FACTS if getattr(config, name) is not None and name not in stated]
     return config
+
+
+def read_auto(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a layer of settings with the range in which the clusters are looked for, where it says ``auto``.
+
+    >>> read_auto({"clusters": "auto:5-20"}), read_auto({"clusters": 10})
+    ({'clusters': None, 'clusters_between': [5, 20]}, {'clusters': 10, 'clusters_between': None})
+    """
+    stated = layer.get("clusters")
+    if stated is None or "clusters_between" in layer:
+        return layer
+    found = AUTO.fullmatch(stated) if isinstance(stated, str) else None
+    if found is None:
+        return {**layer, "clusters_between": None}  # a number takes the place of an earlier layer's range
+    low, high = map(int, found.groups(default="0")) if found[1] else FOUND_BETWEEN
+    if low >= high:
+        raise ConfigError(f"clusters={stated}: expected a smaller number first, as in auto:5-50")
+    return {**layer, "clusters": None, "clusters_between": [low, high]}
 
 
 def keep_allowed(content: Mapping[Any, Any], allowed: Sequence[str], source: str) -> dict[Any, Any]:

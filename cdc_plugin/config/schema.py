@@ -110,7 +110,21 @@ class RefineConfig:
         None, "log also to tensorboard or wandb; may be given twice", auto="none", metavar="NAME"
     )
 
-    clusters: int | None = setting(None, "number of clusters", at_least=2, at_most=1_000_000, symbol="C")
+    clusters: int | None = setting(
+        None,
+        "number of clusters; auto finds it, auto:5-50 within a range",
+        at_least=2,
+        at_most=1_000_000,
+        symbol="C",
+    )
+    clusters_between: list[int] | None = setting(
+        None,
+        "range in which the number of clusters is looked for, as --clusters auto:LOW-HIGH states it",
+        auto="2 to 50, where it is looked for",
+        at_least=2,
+        at_most=1000,
+        length=2,
+    )
     mini_clusters: int | None = setting(
         None,
         "mini-clusters of a batch; fewer penalise confidence more",
@@ -243,7 +257,7 @@ INPUT_FACTS = ("mean", "std", "input_size")
 # states the inputs as well. Everything else is for the command line or the caller alone: what lowers a guard
 # (trust_checkpoint, partial_weights), where results go (out, track) and which device computes.
 METHOD_SETTINGS = (
-    *("clusters", "mini_clusters", "hidden", "entropy_weight", "heads", "stop_gradient", "calibration"),
+    *("clusters", "clusters_between", "mini_clusters", "hidden", "entropy_weight", "heads", "stop_gradient", "calibration"),
     *(
         "calibration_strength",
         "level",

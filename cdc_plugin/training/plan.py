@@ -1,6 +1,7 @@
 """Plan a run for ``--dry-run``: the inputs are looked at, its cost is tried out, and no result is written."""
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from cdc_plugin.training.prepare import (
     check_source,
     collect_facts,
     find_source,
+    least_clusters,
     open_network,
     refuse_few,
     restrict_training,
@@ -38,6 +40,7 @@ from cdc_plugin.training.runtime import Runtime, choose_device
 from cdc_plugin.training.steps import Views
 
 DEAR = 1800  # seconds of passes from which fine-tuning should not be the first thing to try
+SEARCHED = "clusters: looked for between {} and {} once the features are known; the rest is for the fewest"
 REPORT = 0.3  # GB that the end of a run takes
 
 
@@ -46,13 +49,14 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
     check_request(request, resume=False)
     source = find_source(request, None)
     loaded = open_network(request, None, source)
-    backbone, clusters = loaded.backbone, choose_clusters(request.clusters, loaded.head_clusters)
+    backbone, clusters = loaded.backbone, choose_clusters(least_clusters(request), loaded.head_clusters)
     choose_init(request.init, loaded.head_clusters, clusters)
     check_source(backbone, source)
     adopt_native_size(backbone, source, request.data_root)
     images = survey_images(source, backbone.input_size, labels=request.labels, root=request.data_root)
     refuse_few(images.count, images.source, clusters)
-    settings = resolve(request, collect_facts(request, loaded, backbone, images.count))
+    asked = dataclasses.replace(request, clusters=clusters)
+    settings = resolve(asked, collect_facts(request, loaded, backbone, images.count))
     restrict_training(backbone, settings)
     sizes = batch_sizes(images.count, settings.batch_size)
     steps = steps_per_epoch(images.count, settings.batch_size, settings.sub_batch_size)
@@ -69,6 +73,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features"
         + ("" if backbone.takes_features else f", input {backbone.input_size} px")
         + (f"; inferred: {', '.join(backbone.inferred)}" if backbone.inferred else ""),
+        *([SEARCHED.format(*request.clusters_between)] if request.clusters is None and request.clusters_between else []),
         f"training: {epochs} of {len(sizes)} batches of about {sizes[0]} images, "
         f"{steps} steps per epoch, on {choose_device(request.device)}",
         *estimate_cost(settings, backbone, images.count),

@@ -17,6 +17,7 @@ from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_inpu
 from cdc_plugin.checkpoints.load import fit_size, load_checkpoint
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
+from cdc_plugin.core.cluster_count import Count
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
@@ -29,6 +30,7 @@ from cdc_plugin.models.backbone import Backbone
 from cdc_plugin.models.blocks import recompute_blocks, train_last_blocks
 from cdc_plugin.models.initialise import InitialHeads, build_initial_heads
 from cdc_plugin.training.batches import CROP_SCALES, choose_augmentation, training_views
+from cdc_plugin.training.count import find_number
 from cdc_plugin.training.features import Features, head_probabilities, nearest_of_all, refine_over_all, shared_features
 from cdc_plugin.training.progress import log
 from cdc_plugin.training.runtime import Progress, Runtime, choose_device
@@ -50,6 +52,7 @@ class Prepared:
     runtime: Runtime
     features: Features  # (N, D) of the plain views
     old: NDArray[np.float32] | None  # (N, C') probabilities of the old model's head, where the checkpoint has one
+    count: Count | None = None  # how the number of clusters was found, where it was looked for
 
 
 def check_request(request: RefineConfig, resume: bool) -> None:
@@ -73,11 +76,12 @@ def prepare(
     def open_inputs() -> tuple[Loaded, Backbone, ImageSet, ResolvedConfig]:
         source = find_source(request, data)
         loaded = open_network(request, module, source)
-        clusters = choose_clusters(request.clusters, loaded.head_clusters)
+        clusters = choose_clusters(least_clusters(request), loaded.head_clusters)
         choose_init(request.init, loaded.head_clusters, clusters)  # refuses before images are read
         images = open_data(request, loaded.backbone, source, clusters, runtime)
         backbone = resolve_input(loaded.backbone, images)
-        settings = resolve(request, collect_facts(request, loaded, backbone, len(images), distributed.size))
+        asked = dataclasses.replace(request, clusters=clusters)
+        settings = resolve(asked, collect_facts(request, loaded, backbone, len(images), distributed.size))
         training_views(settings.augment, backbone)  # refuses a wrong augmentation before any work is done
         check_processes(settings, distributed.size)
         return loaded, backbone, images, settings
@@ -92,8 +96,18 @@ def prepare(
     features = extract(backbone, images, runtime)
     if not features.map(lambda block: block.isfinite().all(dim=1)).all():
         raise CheckpointError("the backbone gives features that are not finite: is this the right checkpoint?")
+    count = None
+    if request.clusters is None and request.clusters_between:
+        count = find_number(features, request.clusters_between, settings.seed)
+        facts = collect_facts(request, loaded, backbone, len(images), distributed.size)
+        settings = resolve(dataclasses.replace(request, clusters=count.number), facts)
     old = head_probabilities(loaded.heads[-1].to(runtime.device), features) if loaded.heads else None
-    return Prepared(request, settings, loaded, backbone, images, runtime, features, old)
+    return Prepared(request, settings, loaded, backbone, images, runtime, features, old, count)
+
+
+def least_clusters(request: RefineConfig) -> int | None:
+    """Return how many clusters are asked for or, where their number is to be found, the fewest."""
+    return request.clusters_between[0] if request.clusters is None and request.clusters_between else request.clusters
 
 
 def restrict_training(backbone: Backbone, settings: ResolvedConfig) -> None:
