@@ -169,8 +169,8 @@ def choose_batch_size(requested: int | None, image_count: int, input_size: int, 
     batch_size = min(requested or usual, image_count)
     if batch_size < clusters:
         raise ConfigError(
-            f"a batch of {batch_size} images cannot hold one image for each of {clusters} clusters; "
-            f"found {image_count} images; take batch_size={4 * clusters} or more, or fewer clusters"
+            f"a batch of {batch_size} cannot hold one for each of {clusters} clusters; "
+            f"found {image_count} in all; take batch_size={4 * clusters} or more, or fewer clusters"
         )
     while min(batch_sizes(image_count, batch_size)) < clusters:  # near-equal batches can be smaller than asked for
         batch_size += 1
@@ -189,7 +189,7 @@ def check_mini_clusters(stated: int, batch_size: int, asked: int) -> int:
         return stated
     fitting = max(1, min(stated * batch_size // asked, batch_size // 2))
     raise ConfigError(
-        f"mini_clusters={stated} is more than the {batch_size} images of a batch: nothing would calibrate the "
+        f"mini_clusters={stated} is more than the {batch_size} of a batch: nothing would calibrate the "
         f"confidence; take mini_clusters={fitting}, or 0 for a number that follows the confidence"
     )
 

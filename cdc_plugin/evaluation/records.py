@@ -45,6 +45,7 @@ def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
         "images": images.count,
+        "noun": images.noun,
         "clusters": clusters,
         "classes": None if labels is None else len(np.unique(labels)),
         "data": images.source,

@@ -51,7 +51,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
     check_source(backbone, source)
     adopt_native_size(backbone, source, request.data_root)
     images = survey_images(source, backbone.input_size, labels=request.labels, root=request.data_root)
-    refuse_few(images.count, images.source, clusters)
+    refuse_few(images, clusters)
     settings = resolve(request, collect_facts(request, loaded, backbone, images.count))
     restrict_training(backbone, settings)
     sizes = batch_sizes(images.count, settings.batch_size)
@@ -61,7 +61,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
         epochs = f"at most {epochs} in {settings.rounds} rounds, each"
     parameters = sum(parameter.numel() for parameter in backbone.parameters())
     lines = [
-        f"images: {images.count} from {images.source}"
+        f"{images.noun}s: {images.count} from {images.source}"
         + (f", {len(images.skipped)} of {images.looked_at} looked at are unreadable" if images.skipped else "")
         + (", with labels for the report" if images.labels else ", no labels"),
         *([images.left_aside] if images.left_aside else []),
@@ -69,7 +69,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features"
         + ("" if backbone.takes_features else f", input {backbone.input_size} px")
         + (f"; inferred: {', '.join(backbone.inferred)}" if backbone.inferred else ""),
-        f"training: {epochs} of {len(sizes)} batches of about {sizes[0]} images, "
+        f"training: {epochs} of {len(sizes)} batches of about {sizes[0]} {images.noun}s, "
         f"{steps} steps per epoch, on {choose_device(request.device)}",
         *estimate_cost(settings, backbone, images.count),
         f"results: {settings.out or 'a new folder below cdc-runs'}",

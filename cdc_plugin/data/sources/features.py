@@ -106,6 +106,15 @@ class FeatureSource:
         return None
 
 
+def name_sample(source: Any) -> str:
+    """Return what messages call a sample of a source: an image, unless there is nothing but its vector.
+
+    >>> name_sample(describe_features(np.zeros((5, 8)))), name_sample("digits")
+    ('sample', 'image')
+    """
+    return "sample" if isinstance(source, FeatureSource) and source.pictures is None else "image"
+
+
 def describe_features(
     sources: Any, beside: Any = None, labels: bool = True, root: str | os.PathLike[str] | None = None
 ) -> FeatureSource:
