@@ -82,7 +82,7 @@ def finish_run(run: Run, seconds: float) -> Report:
     estimate = estimate_run(run, signals)
     if estimate is not None:
         # The logarithms of probabilities are logits.
-        temperature = fit_temperature(torch.from_numpy(calibration).clamp_min(1e-12).log(), estimate.accuracy)
+        temperature = fit_temperature(torch.from_numpy(calibration).clamp_min(1e-12).log_(), estimate.accuracy)
         temperature = runtime.distributed.broadcast_from_main(lambda: temperature)
         model.calibration_head.divide_logits(temperature)  # type: ignore[operator]
         calibration = head_probabilities(model.calibration_head, features)

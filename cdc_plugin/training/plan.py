@@ -118,7 +118,7 @@ def estimate_cost(settings: ResolvedConfig, backbone: Backbone, image_count: int
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
         # What k-means holds of its sample, probabilities, tables and names, and the report; all else lies on disk.
         sample = 16 * min(image_count, SAMPLE) * (backbone.feature_dim + settings.hidden)
-        grown = (sample + image_count * (24 * settings.clusters + 500)) / 1024**3 + REPORT
+        grown = (sample + image_count * (12 * settings.clusters + 500)) / 1024**3 + REPORT
         lines.append(f"memory: about {peak + grown:.1f} GB")
     return lines
 
