@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -21,7 +21,7 @@ from cdc_plugin.data.images import ImageSet, describe_source, storage_size
 from cdc_plugin.data.sources.features import describe_features
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, UserError, join_words, option
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
-from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
+from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted, name_samples
 from cdc_plugin.evaluation.records import (
     SCHEMA_VERSION,
     Report,

@@ -64,8 +64,8 @@ class AuditResult:
         if overall.lower <= overall.confidence <= overall.upper:
             verdict = "consistent with these answers"
         lines = [
-            f"{overall.answered} of {self.drawn} {self.noun}s answered, drawn from {self.image_count:,} ({self.source}); "
-            f"the question was {say(self.question, self.noun)}",
+            f"{overall.answered} of {self.drawn} {self.noun}s answered, drawn from {self.image_count:,} "
+            f"({self.source}); the question was {say(self.question, self.noun)}",
             f"accuracy: {overall}",
         ]
         if self.selected is not None:

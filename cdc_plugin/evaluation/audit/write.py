@@ -40,7 +40,14 @@ def check_audit(folder: Path, count: int, overwrite: bool) -> None:
 
 
 def write_audit(
-    folder: Path, table: np.recarray, count: int, seed: int, read: Read, source: str, overwrite: bool, noun: str = "image"
+    folder: Path,
+    table: np.recarray,
+    count: int,
+    seed: int,
+    read: Read,
+    source: str,
+    overwrite: bool,
+    noun: str = "image",
 ) -> list[Path]:
     """Draw ``count`` images of a table of predictions, write sheet and page, and return their paths."""
     check_audit(folder, count, overwrite)
