@@ -28,7 +28,7 @@ Read = Callable[[NDArray[np.int64]], Iterable[NDArray[np.uint8] | None]]
 def check_audit(folder: Path, count: int, overwrite: bool) -> None:
     """Refuse what cannot be written before anything is computed, and never overwrite answers by accident."""
     if not 1 <= count <= MOST:
-        raise ConfigError(f"--audit takes 1 to {MOST}, found {count}; 100 give the accuracy to within 10 points")
+        raise ConfigError(f"--audit takes 1 to {MOST} images, found {count}; 100 give the accuracy to within 10 points")
     blocking = next((place for place in (folder, *folder.parents) if place.exists()), None)
     if blocking is not None and not blocking.is_dir():
         raise OutputError(f"--out {folder} is a file or lies in one; give the path of a folder")
