@@ -118,7 +118,7 @@ def outcome(report: Report) -> str:
     if old is not None:
         title = "in %, start -> end"
         rows.insert(0, ("old model", [percent(old.get(name)) for name in columns]))
-    noun = metrics["noun"]
+    noun = metrics.get("noun", "image")
     lines = [
         "",
         *common.format_table(title, columns, rows, 24, 15),

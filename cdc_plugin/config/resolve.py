@@ -189,7 +189,7 @@ def check_mini_clusters(stated: int, batch_size: int, asked: int) -> int:
         return stated
     fitting = max(1, min(stated * batch_size // asked, batch_size // 2))
     raise ConfigError(
-        f"mini_clusters={stated} is more than the {batch_size} of a batch: nothing would calibrate the "
+        f"mini_clusters={stated} is more than the {batch_size} images of a batch: nothing would calibrate the "
         f"confidence; take mini_clusters={fitting}, or 0 for a number that follows the confidence"
     )
 

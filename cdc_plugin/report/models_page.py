@@ -52,4 +52,4 @@ def render_comparison(metrics: list[dict[str, Any]]) -> str:
         ("quality", "Quality", values["quality"] or values["warned"]),
         ("outside", "Other images", values["outside"]),
     ]
-    return say_page(render_template("comparison.html", title, facts, contents, values), first["noun"])
+    return say_page(render_template("comparison.html", title, facts, contents, values), first.get("noun", "image"))
