@@ -15,6 +15,9 @@ COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("command line", default=(
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
+_IMAGE = re.compile(r"\b([Aa]n )?([Ii])mage(?=s?\b)")
+
+
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # as torch says it
 
 
@@ -81,6 +84,20 @@ def shorten(value: Any, most: int = 80) -> str:
     except ValueError:  # a number of more digits than Python writes
         return "a very long number"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def say(text: str, noun: str) -> str:
+    """Return a sentence about images as one about what a sample is called, see `data.sources.features.name_sample`.
+
+    >>> say("Images are right; an image is wrong", "sample"), say("2 images", "image")
+    ('Samples are right; a sample is wrong', '2 images')
+    """
+
+    def exchange(found: re.Match[str]) -> str:
+        article = "" if found[1] is None else f"{found[1][0]} "
+        return article + (noun if found[2] == "i" else noun.capitalize())
+
+    return text if noun == "image" else _IMAGE.sub(exchange, text)
 
 
 def flatten(text: str, most: int = 2000) -> str:

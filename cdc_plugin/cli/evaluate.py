@@ -89,10 +89,10 @@ def outcome(reports: list[Report]) -> str:
             for name, metrics in named
             for by, figures in metrics["outside"][number]["scores"].items()
         ]
-        title = f"told from {outside['images']} images of {Path(outside['data']).name}, in %"
+        title = f"told from {outside['images']} {_noun(found[0])}s of {Path(outside['data']).name}, in %"
         lines += [*_table(title, ["AUROC", "FPR95", "AUPR"], rows), ""]
     for name, metrics in named:
-        sorted_into = f"{metrics['images']} images in {metrics['clusters']} clusters"
+        sorted_into = f"{metrics['images']} {_noun(metrics)}s in {metrics['clusters']} clusters"
         expected = f"expected accuracy {metrics['label_free']['expected_accuracy']:.1%} (mean confidence)"
         lines += [f"{name}{line}" for line in (f"{sorted_into}; {expected}", *cautions(metrics))]
     return "\n".join(lines)
@@ -103,11 +103,11 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
     lines = [f"warning: {warning['text']}" for warning in metrics["label_free"].get("warnings", [])]
     classes, clusters = metrics["classes"], metrics["clusters"]
     if classes is not None and classes != clusters:
-        counts = f"the images have {classes} classes, the model {clusters} clusters"
+        counts = f"the {_noun(metrics)}s have {classes} classes, the model {clusters} clusters"
         lines.append(f"note: {counts}; ACC pairs them one to one")
     figures = list(metrics["after"].values())[-1]
     if classes is not None and figures["CONF"] - figures["ACC"] > OVERCONFIDENT:
-        stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the images are right"
+        stated = f"it states {figures['CONF']:.1%} on average, {figures['ACC']:.1%} of the {_noun(metrics)}s are right"
         model, advice = metrics["model"], ""
         if model["heads"] == 1:  # a refined model, which has two, cannot be helped by refining it
             words = join_words(["--backbone", model["path"], *model["options"], "--data", str(metrics["data"])])
@@ -116,6 +116,10 @@ def cautions(metrics: dict[str, Any]) -> list[str]:
     if metrics["skipped"]:
         lines.append(common.describe_unreadable(len(metrics["skipped"])))
     return lines
+
+
+def _noun(metrics: dict[str, Any]) -> str:
+    return str(metrics.get("noun", "image"))
 
 
 def _table(title: str, columns: Sequence[str], rows: list[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.cli import common
-from cdc_plugin.errors import ConfigError, flatten
+from cdc_plugin.errors import ConfigError, flatten, say
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -170,7 +170,7 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
     if among_parts:
         files = [files[0].replace(out)]
     count, mean = len(found.confidence), common.format_percent(found.confidence.mean())
-    print(f"{count:,} image{'s' if count > 1 else ''}, mean confidence {mean} %: {', '.join(map(str, files))}")
+    print(f"{count:,} {found.noun}{'s' if count > 1 else ''}, mean confidence {mean} %: {', '.join(map(str, files))}")
     advice = outputs.explain_import(options.to, out, options.data or options.features[0])
     if advice is not None:
         print(advice)
@@ -189,21 +189,22 @@ def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str,
             return [data.picture(place) for place in found.positions[rows]]
         return read_images(options.data, AUDIT_SIDE, found.positions[rows])
 
-    files = write_audit(folder, table, options.audit, options.seed, read, source, options.overwrite)
+    how = options.audit, options.seed, read, source, options.overwrite
+    files = write_audit(folder, table, *how, found.noun)
     count = len(found.confidence)
-    print(f"{min(options.audit, count):,} of {count:,} images to check by hand: {', '.join(map(str, files))}")
+    print(f"{min(options.audit, count):,} of {count:,} {found.noun}s to check by hand: {', '.join(map(str, files))}")
     print(f"open {files[-1]} in a browser, answer, save to the same folder, then: cdc-predict --answers {folder}")
 
 
 def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:
     if chosen is not None:
-        print(_describe_selection(chosen, found.confidence.max()))
+        print(say(_describe_selection(chosen, found.confidence.max()), found.noun))
     outlier = found.column("outlier")
     if outlier is not None and outlier.any():
         subject = f"{outlier.sum():,} {'image is' if outlier.sum() == 1 else 'images are'}"
         among = "" if chosen is None else ", none of them selected"
         unlike = f"{subject} unlike those the model was refined on (column outlier){among}"
-        print(f"{unlike}; no confidence is to be relied on there")
+        print(f"{say(unlike, found.noun)}; no confidence is to be relied on there")
     for name, reason in found.skipped:
         print(flatten(f"skipped {name}: {reason}"), file=sys.stderr)
     for warning in found.warnings:

@@ -120,17 +120,17 @@ def outcome(report: Report) -> str:
     if old is not None:
         title = "in %, start -> end"
         rows.insert(0, ("old model", [percent(old.get(name)) for name in columns]))
-    noun = "samples" if metrics.get("spaces") else "images"
+    noun = metrics.get("noun", "image")
     lines = [
         "",
         *common.format_table(title, columns, rows, 24, 15),
         "",
-        f"{metrics['images']} {noun} in {metrics['clusters']} clusters; expected accuracy "
+        f"{metrics['images']} {noun}s in {metrics['clusters']} clusters; expected accuracy "
         f"{facts['expected_accuracy']:.1%}{describe_interval(facts)}, heads agree on {facts['heads_agree']:.1%}",
     ]
     if old is not None:
         lines.append(
-            f"{old['agreement_before']:.1%} of the images start in the old model's cluster, "
+            f"{old['agreement_before']:.1%} of the {noun}s start in the old model's cluster, "
             f"{old['agreement_after']:.1%} end there ({old['writer']})"
         )
     lines += describe_spaces(metrics)

@@ -101,6 +101,7 @@ def run_cell(cell: Cell, opened: OpenedDataset, earlier: Cell | None, keep_model
         "uses_labels": cell.method.uses_labels,
         "seed": cell.seed,
         "images": len(setup.images),
+        "noun": setup.images.noun,
         "clusters": setup.config.clusters,
         "labels": setup.images.labels is not None,
         "rows": _measure(cell.method.rows, outcome, setup, opened.request.outside),

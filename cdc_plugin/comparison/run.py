@@ -146,9 +146,10 @@ def write_results(
         ("finished cells", f"{len(records)} of {len(grid.cells())}"),
         *((f"failed: {name}", reason) for name, reason in failures.items()),
     ]
+    noun = "sample" if records and all(record.get("noun") == "sample" for record in records) else "image"
     heading = title or f"{len(grid.methods)} methods on {names}"
     settings = (grid.folder / COMPARISON).read_text(encoding="utf-8")
-    write_text(grid.folder / PAGE, render_grid(heading, facts, rows, judged, settings, command))
+    write_text(grid.folder / PAGE, render_grid(heading, facts, rows, judged, settings, command, noun))
     return MethodComparison(rows, verdicts, failures, grid.folder)
 
 

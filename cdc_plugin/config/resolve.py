@@ -169,8 +169,8 @@ def choose_batch_size(requested: int | None, image_count: int, input_size: int, 
     batch_size = min(requested or usual, image_count)
     if batch_size < clusters:
         raise ConfigError(
-            f"a batch of {batch_size} images cannot hold one image for each of {clusters} clusters; "
-            f"found {image_count} images; take batch_size={4 * clusters} or more, or fewer clusters"
+            f"a batch of {batch_size} cannot hold one for each of {clusters} clusters; "
+            f"found {image_count} in all; take batch_size={4 * clusters} or more, or fewer clusters"
         )
     while min(batch_sizes(image_count, batch_size)) < clusters:  # near-equal batches can be smaller than asked for
         batch_size += 1

@@ -2,8 +2,10 @@
 
 Every candidate C is seen through k-means into C clusters. Too many cut kinds in two: there is no valley between
 neighbours, and other halves of the data are cut elsewhere. Too few leave kinds together: there is a valley inside.
+The communities of a graph of neighbours are a second opinion.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cdc_plugin.core.communities import count_communities
 from cdc_plugin.core.kmeans import kmeans, nearest
 from cdc_plugin.core.valley import compare_neighbours, cut_groups
 
@@ -21,16 +24,17 @@ DIRECTIONS = 32  # principal components in which valleys are looked for
 
 
 class Weights(NamedTuple):
-    """What the three signs of a right number weigh, and the share of all evidence that the range holds."""
+    """What the four signs of a right number weigh, and the share of all evidence that the range holds."""
 
     between: float  # valley between a cluster and the nearest to it, 1 for none; mean over clusters
     inside: float  # valley inside a cluster
     unsteady: float  # logarithm of the share of pairs that the other half of the data keeps apart
+    off: float  # from the number of communities, as the size of the logarithm of the ratio
     held: float
 
 
 # Chosen by tests/benchmarks/arena/count.py on real sets, each reported only by weights that were chosen without it.
-WEIGHTS = Weights(-10.0, 10.0, -1.0, 0.9)
+WEIGHTS = Weights(-10.0, 10.0, -1.0, -1.0, 0.9)
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,11 @@ def count_clusters(points: Tensor, low: int, high: int, generator: torch.Generat
 
 
 def gather_evidence(points: Tensor, candidates: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return for every candidate (n,) the three signs that `Weights` weighs, (n, 3)."""
+    """Return for every candidate (n,) the four signs that `Weights` weighs, (n, 4)."""
     halves = torch.randperm(len(points), generator=generator).tensor_split(2)
-    return torch.tensor([_judge(points, halves, clusters, generator) for clusters in candidates])
+    communities = count_communities(points, generator)
+    off = [abs(math.log(clusters / communities)) for clusters in candidates]
+    return torch.tensor([(*_judge(points, halves, c, generator), o) for c, o in zip(candidates, off, strict=True)])
 
 
 def _judge(
@@ -111,8 +117,8 @@ def measure_strength(points: Tensor, halves: Sequence[Tensor], clusters: int, ge
 
 
 def weigh(evidence: Tensor, candidates: Sequence[int], weights: Weights = WEIGHTS) -> Count:
-    """Return the number with the most evidence (n, 3), and the smallest range that holds most of it."""
-    shares = torch.softmax(evidence @ torch.tensor(weights[:3]), dim=0)
+    """Return the number with the most evidence (n, 4), and the smallest range that holds most of it."""
+    shares = torch.softmax(evidence @ torch.tensor(weights[:4]), dim=0)
     order = shares.argsort(descending=True, stable=True)
     enough = int((shares[order].cumsum(dim=0) < weights.held).sum()) + 1
     kept = [candidates[place] for place in order[:enough].tolist()]

@@ -32,6 +32,7 @@ TOP = math.log(0.9 / 0.1)  # logit above which nothing but labels tells one accu
 DAMPING = 0.2  # set by hand, so that easy sets do not end far below their accuracy
 SMALLEST = 900  # images of the smallest set of the arena: for fewer the interval is wider
 COLDEST, HOTTEST = 0.05, 20.0
+BLOCK = 8192  # rows that are looked at at once
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,11 @@ def fit_temperature(logits: Tensor, level: float) -> float:
     1.0
     """
     low, high = math.log(COLDEST), math.log(HOTTEST)
+    surest = logits.new_empty(len(logits))
     for _ in range(40):
         middle = (low + high) / 2
-        confidence = F.softmax(logits / math.exp(middle), dim=1).max(dim=1).values.mean().item()
+        for part, place in zip(logits.split(BLOCK), surest.split(BLOCK), strict=True):
+            place.copy_(F.softmax(part / math.exp(middle), dim=1).max(dim=1).values)
+        confidence = surest.mean().item()
         low, high = (middle, high) if confidence > level else (low, middle)
     return math.exp((low + high) / 2)

@@ -22,6 +22,7 @@ READ_WHOLE = 1 << 24  # bytes; smaller files are read in one go, since threads w
 ORIENTATION = 0x0112  # the EXIF tag
 HEIF_MAGIC = {b"ftyp" + brand for brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")}  # at byte 4
 LONGEST = 16  # times its short side: what is kept of a strip
+INTERPOLATED = ("bilinear", "bicubic")  # by torch; Pillow resizes in other ways
 WITH_ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
 
@@ -94,7 +95,11 @@ def _squares_as_stated(images: Pixels, side: Side) -> Pixels:
     edges = [side.stored, side.stored]
     if not side.squeezed:
         edges = [int(side.stored * edge / min(batch.shape[2:])) for edge in batch.shape[2:]]
-    if edges != [*batch.shape[2:]]:
+    if edges != [*batch.shape[2:]] and side.resample not in INTERPOLATED:
+        how = Image.Resampling[side.resample.upper()]
+        squares = [Image.fromarray(image).resize(edges[::-1], how) for image in batch.permute(0, 2, 3, 1).numpy()]
+        batch = torch.from_numpy(np.stack([np.asarray(square) for square in squares])).permute(0, 3, 1, 2)
+    elif edges != [*batch.shape[2:]]:
         batch = F.interpolate(batch, size=edges, mode=side.resample, antialias=True, align_corners=False)
     # The centre that is shown starts where the authors let it start.
     top, left = (max((edge - side.shown) // 2 - (side.stored - side.shown) // 2, 0) for edge in edges)

@@ -14,7 +14,7 @@ from cdc_plugin.data.decode import Pixels
 from cdc_plugin.data.sources import describe_source, native_size
 from cdc_plugin.data.sources.arrays import ONE_COLOUR, fingerprint
 from cdc_plugin.data.sources.base import UNLABELLED, explain_left_aside, spread_evenly
-from cdc_plugin.data.sources.features import FeatureSource
+from cdc_plugin.data.sources.features import FeatureSource, name_sample
 from cdc_plugin.data.store import Progress, Skipped, check_readable, read_once, read_squares
 from cdc_plugin.data.views import SMALL_SIDE, storage_size
 from cdc_plugin.errors import ConfigError, shorten
@@ -47,6 +47,11 @@ class ImageSet:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def noun(self) -> str:
+        """What messages call one of them."""
+        return name_sample(self.images)
+
     def batch(self, indices: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Return the images at these indices as uint8 (B, 3, S, S), or their vectors as float32 (B, D), a copy."""
         images, places = self.images, np.asarray(indices)
@@ -69,6 +74,7 @@ class Survey:
     looked_at: int  # how many images were read
     skipped: list[tuple[str, str]]  # name and reason of those that could not be
     left_aside: str  # which files are no images that can be read; empty if there are none
+    noun: str = "image"
 
 
 def survey_images(
@@ -80,7 +86,7 @@ def survey_images(
     1797
     """
     if isinstance(source, FeatureSource):
-        return Survey(len(source), source.labels is not None, source.description, 0, [], "")
+        return Survey(len(source), source.labels is not None, source.description, 0, [], "", name_sample(source))
     side = storage_size(input_size)
     described = describe_source(source, side, root, labels)
     sample = described.sample(looks)

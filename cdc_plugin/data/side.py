@@ -6,7 +6,7 @@ from typing import Any
 from cdc_plugin.config.schema import LARGEST_SIDE
 from cdc_plugin.errors import CheckpointError, shorten
 
-RESAMPLING = ("bilinear", "bicubic")
+RESAMPLING = ("bilinear", "bicubic", "lanczos", "nearest", "box", "hamming")
 MOST_STORED = 4  # times the side that a network sees; no published one asks for as much
 
 

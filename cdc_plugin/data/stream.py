@@ -15,7 +15,7 @@ from cdc_plugin.data.decode import Pixels, squares_from_array
 from cdc_plugin.data.sources import describe_source, find_kind
 from cdc_plugin.data.sources.arrays import ArrayRows, read_rows_of_array, read_rows_of_file, to_pixels
 from cdc_plugin.data.sources.base import ImageSource
-from cdc_plugin.data.sources.features import FeatureSource
+from cdc_plugin.data.sources.features import FeatureSource, name_sample
 from cdc_plugin.data.store import CHUNK, Skipped, check_readable, read_squares
 from cdc_plugin.errors import DataError
 
@@ -35,6 +35,7 @@ class ImageStream:
     source: ImageSource | ArrayRows
     side: int  # of the squares they are read as; 0 where vectors stand in their place
     unreadable: Skipped = field(default_factory=list)  # complete after the last chunk
+    noun: str = "image"  # what messages call one of them
 
     def __len__(self) -> int:
         """Count all images, whether they can be read or not."""
@@ -126,7 +127,7 @@ def open_stream(source: Any, side: int) -> ImageStream:
             return (source[rows.start : rows.stop] for rows in ranges)
 
         rows = ArrayRows(source.shape, np.dtype(np.float32), blocks, source.names, source.description, source.digest)
-        return ImageStream(rows, 0)
+        return ImageStream(rows, 0, noun=name_sample(source))
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):

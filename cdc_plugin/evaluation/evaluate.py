@@ -21,7 +21,7 @@ from cdc_plugin.data.images import ImageSet, describe_source, storage_size
 from cdc_plugin.data.sources.features import describe_features
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, UserError, join_words, option
 from cdc_plugin.evaluation.models import EvaluatedModel, distinct_names, open_model
-from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
+from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted, name_samples
 from cdc_plugin.evaluation.records import (
     SCHEMA_VERSION,
     Report,
@@ -183,7 +183,8 @@ def _measure_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report:
     model, device = evaluated.model, task.device
     model.backbone = resolve_input(model.backbone, images)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    log.info("%s: %s, %s; %d images", evaluated.name, evaluated.writer, evaluated.network, len(images))
+    about = evaluated.name, evaluated.writer, evaluated.network
+    log.info("%s: %s, %s; %d %ss", *about, len(images), images.noun)
 
     run = evaluated.run if evaluated.run is not None and evaluated.run.digest == images.digest else None
     # What a run measured with labels is not shown beside what is measured without them.
@@ -196,6 +197,7 @@ def _measure_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report:
     card = run.report.get("label_free", {}) if run is not None else {}
     if "warnings" not in card:
         card = quality_card(evaluated, outputs, kmeans, images, device)
+        name_samples(card, images.noun)
     scores = []
     if outside:
         own = measure_inside(outputs, None if run is not None else model.prototypes)
@@ -226,8 +228,8 @@ def _measure_one(evaluated: EvaluatedModel, task: Task, folder: Path) -> Report:
         columns |= compute_outlier_columns(model.prototypes, outputs.features)
     table = build_prediction_table(images.names, outputs.clustering, outputs.calibration, columns)
     history, settings = (run.history, run.settings) if run is not None else ([], None)
-    about: dict[str, Any] = {"history": history, "settings": settings, "command": _command(evaluated, task)}
-    page = collect_page(metrics, table, outputs.calibration, images, **about)
+    facts: dict[str, Any] = {"history": history, "settings": settings, "command": _command(evaluated, task)}
+    page = collect_page(metrics, table, outputs.calibration, images, **facts)
     folder.mkdir(exist_ok=True)
     write_tables(folder / PREDICTIONS, [table])
     write_text(folder / REPORT, json.dumps(metrics, indent=2) + "\n")
@@ -328,8 +330,8 @@ def _open_inputs(evaluated: EvaluatedModel, task: Task) -> tuple[ImageSet, list[
     images, *outside = sets
     if len(images) < task.clusters:
         raise DataError(
-            f"{images.source} has {len(images)} readable images, too few to evaluate {task.clusters} clusters; "
-            "add images, or sort these with cdc-predict"
+            f"{images.source} has {len(images)} readable {images.noun}s, too few to evaluate {task.clusters} clusters; "
+            "add some, or sort these with cdc-predict"
         )
     return images, outside
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,16 +19,22 @@ from torch import Tensor, nn
 from cdc_plugin.checkpoints.infer.batchnorm import QUICK_LOOK
 from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, check_input, infer_input
 from cdc_plugin.checkpoints.load import BRANCHES, Loaded, Wanted, formats, load_checkpoint
-from cdc_plugin.checkpoints.read import Checkpoint, read_checkpoint
+from cdc_plugin.checkpoints.load_model import is_result, load_model
+from cdc_plugin.checkpoints.read import Checkpoint, find_run, read_checkpoint
 from cdc_plugin.checkpoints.weights import WeightsMismatchError, nearest
+from cdc_plugin.core.mahalanobis import FALSE_ALARMS
 from cdc_plugin.core.random_streams import generator
 from cdc_plugin.core.torch_defaults import torch_defaults
+from cdc_plugin.data.cache import copy_rows
 from cdc_plugin.data.images import Progress, open_images
+from cdc_plugin.data.sources.base import spread_evenly
+from cdc_plugin.data.sources.features import BLOCK, Space, describe_features, explain_difference, open_spaces
 from cdc_plugin.data.views import plain_view, view_settings, weak_view
-from cdc_plugin.errors import DataError, UserError, option
+from cdc_plugin.errors import ConfigError, DataError, UserError, option
 from cdc_plugin.evaluation.records import SCHEMA_VERSION
 from cdc_plugin.models.architectures import build, describe
 from cdc_plugin.models.backbone import Backbone
+from cdc_plugin.training.prepare import FITTED, check_source
 from cdc_plugin.training.runtime import choose_device
 
 MOST_HEADS = 32
@@ -46,6 +53,7 @@ LEAST_SPREAD, LEAST_RANK, MOST_DEAD = 0.05, 1.5, 0.5
 DEAD_SHARE = 0.01  # of the mean deviation of a dimension
 BETTER_RATIO = 1.3
 FEWEST_FOR_VERDICT = 50
+CORRESPONDING = 2.0  # times as many neighbours in common as by chance: rows of two spaces are of the same samples
 
 
 @dataclass(frozen=True)
@@ -82,9 +90,10 @@ class NeighbourComparison:
 
 @torch_defaults()
 def inspect(
-    path: str | Path,
+    path: str | Path | None = None,
     data: Any = None,
     *,
+    features: Any = None,
     format: str | None = None,
     arch: str | None = None,
     branch: str | None = None,
@@ -103,15 +112,24 @@ def inspect(
     (False, True)
 
     Args:
-        path: a checkpoint, a run or result folder, or ``timm:NAME``.
+        path: a checkpoint, a run or result folder, or ``timm:NAME``; None to look at features alone.
         data: images to try it on, as for `refine`; at most 1000 of them are examined.
+        features: vectors in place of images, as for `refine`.
         format, arch, branch, head, clusters, pool: what to load, where the file leaves a choice.
         trust_checkpoint: open whole pickled networks, which runs their code.
     """
     wanted = Wanted(arch, branch, head, clusters, pool=pool)
-    start = {"schema_version": SCHEMA_VERSION, "kind": "inspection", "path": str(path)}
+    start = {"schema_version": SCHEMA_VERSION, "kind": "inspection", "path": None if path is None else str(path)}
     report: dict[str, Any] = {**start, "loadable": False, "error": None}
     chosen = choose_device(device)  # refused before anything is read, and where no image asks for it
+    if path is None and features is None:
+        raise ConfigError(f"missing a checkpoint, or {option('features', 'FILE')}")
+    if features is not None:
+        found = examine_features(features)
+        problem = found.pop("problem")
+        report |= {"features": found, "loadable": problem is None and path is None, "error": problem}
+    if path is None or report["error"] is not None:
+        return report
     try:
         loaded = load_checkpoint(path, format, wanted, trust_checkpoint)
     except WeightsMismatchError as error:
@@ -150,6 +168,11 @@ def inspect(
     report |= _find_heads(checkpoint, loaded, wanted) | _find_branches(checkpoint, loaded, wanted)
     if data is not None:
         report["images"] = examine_images(backbone, data, chosen, progress)
+    if features is not None:
+        try:
+            report["features"]["model"] = fit_features(path, backbone, features)
+        except UserError as error:
+            report |= {"loadable": False, "error": str(error)}
     return report
 
 
@@ -160,7 +183,8 @@ def examine_images(backbone: Backbone, data: Any, device: torch.device, progress
     backbone that a run would use.
     """
     if backbone.takes_features:
-        raise DataError(f"the model takes {describe(backbone.spec)}, not images; leave {option('data', '...')} out")
+        instead = f"give {option('features', '...')} in place of {option('data', '...')}"
+        raise DataError(f"the model takes {describe(backbone.spec)}, not images; {instead}")
     adopt_native_size(backbone, data)
     images = open_images(data, backbone.input_size, labels=False, progress=progress, limit=MOST_IMAGES)
     if len(images) < FEWEST_IMAGES:
@@ -210,7 +234,85 @@ def choose_image_count(backbone: Backbone, pixels: Tensor) -> int:
     return min(count, len(pixels))
 
 
-def measure_spread(features: Tensor) -> FeatureSpread:
+def examine_features(sources: Any) -> dict[str, Any]:
+    """Return what vectors show of themselves: every space alone, and whether the rows of several correspond."""
+    spaces = open_spaces(sources)
+    difference = explain_difference(spaces)
+    facts, correspondence = [_examine_space(space) for space in spaces], []
+    if difference is None and len(spaces) > 1:
+        first, *others = (_read_sample(space) for space in spaces)
+        correspondence = [measure_correspondence(first, other) for other in others]
+    broken = next((space for space in facts if space["not_finite"]), None)
+    problem = difference
+    if broken is not None and difference is None:
+        problem = f"{broken['source']} has rows that are not finite in float32 ({broken['not_finite']})"
+        problem += "; remove these rows, or compute them again"
+    return {"spaces": facts, "correspondence": correspondence, "problem": problem}
+
+
+def _examine_space(space: Space) -> dict[str, Any]:
+    """Return the facts about all rows of a space, which are read block by block."""
+    count, width = space.rows.shape
+    low, high, broken = np.full(width, np.inf, np.float32), np.full(width, -np.inf, np.float32), 0
+    marks = np.empty(count, dtype=np.int64)
+    for start in range(0, count, BLOCK):
+        with np.errstate(over="ignore"):
+            rows = copy_rows(space.rows, slice(start, start + BLOCK)).astype(np.float32)
+        marks[start : start + len(rows)] = [hash(row.tobytes()) for row in rows]
+        finite = rows[np.isfinite(rows).all(axis=1)]
+        broken += len(rows) - len(finite)
+        if len(finite):
+            low, high = np.minimum(low, finite.min(axis=0)), np.maximum(high, finite.max(axis=0))
+    sample = _read_sample(space)
+    sample = sample[sample.isfinite().all(dim=1)]
+    return {
+        "source": space.title,
+        "count": count,
+        "dimension": width,
+        "dtype": str(space.rows.dtype),
+        "not_finite": broken,
+        "duplicates": count - len(np.unique(marks)),
+        "constant_columns": int((low == high).sum()),
+        "features": dataclasses.asdict(measure_spread(sample, "sample")) if len(sample) > 1 else None,
+    }
+
+
+def _read_sample(space: Space) -> Tensor:
+    places = np.asarray(spread_evenly(len(space.rows), MOST_IMAGES))
+    with np.errstate(over="ignore"):  # counted by `_examine_space`
+        return torch.from_numpy(copy_rows(space.rows, places).astype(np.float32))
+
+
+def measure_correspondence(first: Tensor, second: Tensor) -> dict[str, Any]:
+    """Return how many neighbours of a row (N, D) are neighbours in another space (N, D'), and by chance."""
+    both = first.isfinite().all(dim=1) & second.isfinite().all(dim=1)
+    units = [F.normalize(rows[both] - rows[both].mean(dim=0), dim=1) for rows in (first, second)]
+    count, near = max(1, min(NEIGHBOURS, len(units[0]) // 10)), []
+    if len(units[0]) < FEWEST_FOR_VERDICT:
+        return {"neighbours": count, "kept": None, "chance": None, "words": "too few rows to compare"}
+    for unit in units:
+        similarity = (unit @ unit.T).fill_diagonal_(-float("inf"))
+        near.append(similarity.topk(count, dim=1).indices)
+    kept, chance = _share_kept(*near), count / (len(units[0]) - 1)
+    words = "the rows correspond" if kept > CORRESPONDING * chance else "no sign that the rows correspond"
+    return {"neighbours": count, "kept": kept, "chance": chance, "words": words}
+
+
+def fit_features(path: str | Path, backbone: Backbone, sources: Any) -> dict[str, Any]:
+    """Return whether vectors suit a model: why not, or the share of a sample of them beyond its outlier limit."""
+    source = describe_features(sources, labels=False)
+    check_source(backbone, source)
+    model = load_model(path) if is_result(Path(find_run(path))) else None
+    if model is None or model.prototypes is None:
+        return {"looked_at": 0, "outliers": None, "expected": None}
+    rows = torch.from_numpy(source[spread_evenly(len(source), FITTED)])
+    with torch.no_grad():
+        distance = model.prototypes.distance(model.backbone.eval()(rows))
+    outliers = float((distance > model.prototypes.limit).float().mean())
+    return {"looked_at": len(rows), "outliers": outliers, "expected": FALSE_ALARMS}
+
+
+def measure_spread(features: Tensor, noun: str = "image") -> FeatureSpread:
     """Measure whether features (N, D) distinguish images at all."""
     rows = features.cpu().double()
     deviation = rows.std(dim=0)
@@ -222,7 +324,7 @@ def measure_spread(features: Tensor) -> FeatureSpread:
     cosine = float((unit.sum(dim=0).square().sum() - unit.square().sum()) / (count * (count - 1)))
     spread = float(unit.var(dim=0).sum().sqrt())
     if spread < LEAST_SPREAD:
-        words = "collapsed: all images get nearly the same features"
+        words = f"collapsed: all {noun}s get nearly the same features"
     elif rank < LEAST_RANK:
         words = "collapsed: the features vary along a single line"
     elif dead > MOST_DEAD:
@@ -241,8 +343,12 @@ def measure_neighbours(features: Tensor, views: Tensor, count: int) -> Neighbour
     for similarity in (near_image, near_view):
         similarity.fill_diagonal_(-float("inf"))
     first, second = (similarity.topk(count, dim=1).indices for similarity in (near_image, near_view))
-    kept = (first.unsqueeze(2) == second.unsqueeze(1)).any(dim=2).float().mean()
-    return Neighbours(float(kept), float(found))
+    return Neighbours(_share_kept(first, second), float(found))
+
+
+def _share_kept(first: Tensor, second: Tensor) -> float:
+    """Return the share of neighbours (N, k) that are among others (N, k) of the same rows."""
+    return float((first.unsqueeze(2) == second.unsqueeze(1)).any(dim=2).float().mean())
 
 
 def compare_neighbours(

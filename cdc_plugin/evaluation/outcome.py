@@ -16,7 +16,7 @@ from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import FINAL, PROBE, QUALITY, generator
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.sources.features import FeatureSource
-from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted
+from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted, name_samples
 from cdc_plugin.evaluation.records import (
     Report,
     build_prediction_table,
@@ -82,7 +82,7 @@ def finish_run(run: Run, seconds: float) -> Report:
     estimate = estimate_run(run, signals)
     if estimate is not None:
         # The logarithms of probabilities are logits.
-        temperature = fit_temperature(torch.from_numpy(calibration).clamp_min(1e-12).log(), estimate.accuracy)
+        temperature = fit_temperature(torch.from_numpy(calibration).clamp_min(1e-12).log_(), estimate.accuracy)
         temperature = runtime.distributed.broadcast_from_main(lambda: temperature)
         model.calibration_head.divide_logits(temperature)  # type: ignore[operator]
         calibration = head_probabilities(model.calibration_head, features)
@@ -111,6 +111,7 @@ def finish_run(run: Run, seconds: float) -> Report:
         *setback_warning(run.setback),
         *as_warnings(detect(run.history, settings)),
     ]
+    name_samples(card, images.noun)
     old = None
     if run.old is not None:
         same = calibration.argmax(axis=1) == run.old["assignment"].numpy()

@@ -51,6 +51,7 @@ class Prediction:
     names: Sequence[str]  # of all images of the source, readable or not
     source: str  # a description of where the images came from
     left_aside: Mapping[str, int]  # number of files that are no images, by extension
+    noun: str = "image"  # what messages call one of them
 
     def tables(self, **more: NDArray[Any]) -> Iterator[np.recarray]:
         """Yield the table in parts, with more columns (N,) at its end."""
@@ -119,7 +120,7 @@ class Predictor:
             except torch.OutOfMemoryError as error:
                 smaller = option("batch_size", max(self.batch_size // 2, 1))
                 raise UserError(
-                    f"a batch of {self.batch_size} images does not fit into the memory of {self.device}; try {smaller}"
+                    f"a batch of {self.batch_size} does not fit into the memory of {self.device}; try {smaller}"
                 ) from error
         for remaining in waiting:
             yield self._build_part(remaining, positions, columns)
@@ -129,7 +130,7 @@ class Predictor:
         """Return all parts as one prediction; refuse one without a single readable image."""
         source = self.stream.source
         left_aside = source.left_aside if isinstance(source, ImageSource) else {}
-        prediction = Prediction(parts, source.names, source.description, left_aside)
+        prediction = Prediction(parts, source.names, source.description, left_aside, self.stream.noun)
         if len(prediction.positions) == 0:
             name, reason = prediction.skipped[0]
             raise DataError(

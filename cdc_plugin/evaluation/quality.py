@@ -19,6 +19,7 @@ from torch import Tensor
 from cdc_plugin.core.agreement import agreement, neighbour_consistency, separation
 from cdc_plugin.core.kmeans import kmeans
 from cdc_plugin.core.selection import select_confident
+from cdc_plugin.errors import say
 
 NEIGHBOURS_AMONG = 5000  # with more images, all pairs take long and give the same figure
 
@@ -78,6 +79,11 @@ def assess(evidence: Evidence) -> dict[str, Any]:
     }
     warnings = [*_check_sizes(sizes), *_check_kinds(features, sampled, torch.bincount(sampled, minlength=clusters))]
     return card | {"warnings": warnings}
+
+
+def name_samples(card: dict[str, Any], noun: str) -> None:
+    """Let the warnings of a card speak of what its samples are called."""
+    card["warnings"] = [warning | {"text": say(warning["text"], noun)} for warning in card["warnings"]]
 
 
 def _check_sizes(sizes: Tensor) -> list[dict[str, str]]:

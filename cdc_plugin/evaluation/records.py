@@ -19,7 +19,7 @@ from cdc_plugin.metrics import summary, summary_hard, summary_unlabelled
 from cdc_plugin.metrics.over_seeds import Row
 from cdc_plugin.training.run_folder import CONFIG
 
-BLOCK = 8192  # rows of a table that are formatted at once
+BLOCK = 8192  # rows of a table that are sorted or formatted at once
 Probabilities = NDArray[np.float32]
 Integers = NDArray[np.int64]
 Columns = dict[str, NDArray[Any]]
@@ -45,6 +45,7 @@ def start_record(kind: str, images: ImageSet, clusters: int) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "kind": kind,
         "images": images.count,
+        "noun": images.noun,
         "clusters": clusters,
         "classes": None if labels is None else len(np.unique(labels)),
         "data": images.source,
@@ -122,7 +123,10 @@ def build_prediction_table(
 
 def compute_prediction_columns(clustering: Probabilities, calibration: Probabilities) -> Columns:
     """Return the two most likely clusters, of equal ones the lower number first, and confidences, of rows (N, C)."""
-    first_two = np.argsort(-calibration, axis=1, kind="stable")[:, :2]
+    first_two = np.empty((len(calibration), 2), dtype=np.int64)
+    for start in range(0, len(calibration), BLOCK):  # the order of all clusters is larger than the probabilities
+        rows = slice(start, start + BLOCK)
+        first_two[rows] = np.argsort(-calibration[rows], axis=1, kind="stable")[:, :2]
     probabilities = np.take_along_axis(calibration, first_two, axis=1)
     return {
         "cluster": first_two[:, 0],

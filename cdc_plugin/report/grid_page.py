@@ -25,7 +25,7 @@ from cdc_plugin.metrics.over_seeds import (
 from cdc_plugin.report.charts import reliability_diagram, right_wrong_histogram
 from cdc_plugin.report.grid_charts import bar_panel, close_band, dot_panel
 from cdc_plugin.report.run_page import MOST_SETTINGS, Drawing, caption_diagram, render_template
-from cdc_plugin.report.words import DASH, SPACE, TITLES, count, known, shorten
+from cdc_plugin.report.words import DASH, SPACE, TITLES, count, known, say_page, shorten
 
 PANELS = (
     ("ACC", "Accuracy (ACC)"),
@@ -75,6 +75,7 @@ def render_grid(
     verdicts: Mapping[str, Sequence[str]],
     settings: str | None,
     command: str | None,
+    noun: str = "image",
 ) -> str:
     """Return the page as text. Everything that comes from names, paths and settings is escaped."""
     fewer = len({row.seeds for row in rows}) > 1
@@ -101,7 +102,7 @@ def render_grid(
         ("reliability", "Reliability", any(part.diagrams for part in sets)),
         ("settings", "Settings", values["settings"] or command),
     ]
-    return render_template("grid.html", title, facts, contents, values)
+    return say_page(render_template("grid.html", title, facts, contents, values), noun)
 
 
 def pool(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:

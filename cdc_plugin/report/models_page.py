@@ -10,6 +10,7 @@ from cdc_plugin.report.words import (
     known,
     outside_rows,
     quality_figures,
+    say_page,
     shorten,
     side_by_side_table,
     split_warnings,
@@ -51,4 +52,4 @@ def render_comparison(metrics: list[dict[str, Any]]) -> str:
         ("quality", "Quality", values["quality"] or values["warned"]),
         ("outside", "Other images", values["outside"]),
     ]
-    return render_template("comparison.html", title, facts, contents, values)
+    return say_page(render_template("comparison.html", title, facts, contents, values), first.get("noun", "image"))

@@ -41,7 +41,7 @@ from cdc_plugin.report.words import (
     outside_rows,
     percent,
     quality_figures,
-    say_samples,
+    say_page,
     shorten,
     split_warnings,
     writable,
@@ -196,8 +196,7 @@ def render_page(page: PageData) -> str:
         ("unread", "Unread files", values["skipped"]),
         ("settings", "Settings", values["settings"] or values["command"]),
     ]
-    text = render_template("report.html", page.title, page.facts, contents, values)
-    return text if images.picture(0) is not None else say_samples(text)
+    return say_page(render_template("report.html", page.title, page.facts, contents, values), images.noun)
 
 
 def measure_clusters(page: PageData, correct: NDArray[np.bool_] | None) -> list[ClusterFigures]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cdc_plugin.errors import say
 from cdc_plugin.report.page_data import ClusterFigures, FigureRow
 
 # Titles of the keys in report.json; "model" is the one head of an old clustering model.
@@ -26,8 +27,7 @@ TITLES = {
 # Figures in the order of the tables, and which direction is better; base.html explains them.
 MEASURES = {"ACC": "↑", "NMI": "↑", "ARI": "↑", "CONF": "", "ECE": "↓", "AECE": "↓", "CECE": "↓"}
 MEASURES |= {"BRIER": "↓", "NLL": "↓", "AUROC": "↑", "AURC": "↓", "FPR95": "↓"}
-IMAGE = re.compile(r"\b[Ii]mage(?=s?\b)")
-KEPT_WORDS = re.compile(r"(<(?:title|style|bdi|code|pre|dd|h1)\b.*?</\w+>|<[^>]*>)", re.DOTALL)
+KEPT_WORDS = re.compile(r"(<(?:head|bdi|code|pre|dd|h1)\b.*?</\w+>|<[^>]*>)", re.DOTALL)
 SCORES = {"AUROC": "↑", "FPR95": "↓", "AUPR": "↑"}  # of images of another kind
 DASH = "–"
 SPACE = "\u00a0"  # no line break between a number and its unit
@@ -224,14 +224,14 @@ def describe_clusters(clusters: Sequence[ClusterFigures]) -> str:
     return said
 
 
-def say_samples(page: str) -> str:
-    """Return a page with samples in place of images, but in names, commands and what is no text.
+def say_page(page: str, noun: str) -> str:
+    """Return a page about images as one about what a sample is called, but in names, commands and what is no text.
 
-    >>> say_samples("<p title='images'>Two images: <bdi>my image</bdi></p>")
+    >>> say_page("<p title='images'>Two images: <bdi>my image</bdi></p>", "sample")
     "<p title='images'>Two samples: <bdi>my image</bdi></p>"
     """
     parts = KEPT_WORDS.split(page)
-    parts[::2] = [IMAGE.sub(lambda found: "sample" if found[0][0] == "i" else "Sample", part) for part in parts[::2]]
+    parts[::2] = [say(part, noun) for part in parts[::2]]
     return "".join(parts)
 
 

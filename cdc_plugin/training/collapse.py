@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cdc_plugin.config.resolve import PAPER_LR_BACKBONE, PAPER_LR_HEADS, ResolvedConfig
-from cdc_plugin.errors import UserError, option
+from cdc_plugin.errors import UserError, option, say
 
 # Thresholds. They are constants: no run sees a label. They were set in development, by looking at selected shares,
 # confidence and cluster sizes of some 115 runs on digits, Fashion-MNIST, CIFAR-10 and ten ImageNet classes (10 of them
@@ -99,7 +99,7 @@ def setback_warning(epoch: int | None) -> list[dict[str, str]]:
     return [{"kind": "not-finite", "text": text}]
 
 
-def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig) -> None:
+def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig, noun: str = "image") -> None:
     """Refuse to continue in a dead state, or to resume from one, unless the user wants it or no epoch is left."""
     if settings.on_collapse == "warn" or len(history) >= settings.epochs:
         return
@@ -107,7 +107,7 @@ def refuse_dead(history: Sequence[Mapping[str, float]], settings: ResolvedConfig
     dead = [finding for past in last for finding in _judge(past, settings) if finding.dead]
     if dead:
         raise UserError(
-            f"stopped after epoch {dead[0].epoch}: {dead[0].text} Everything up to here is kept; "
+            f"stopped after epoch {dead[0].epoch}: {say(dead[0].text, noun)} Everything up to here is kept; "
             f"to continue nevertheless, add {option('resume')} and on_collapse=warn to the same command"
         )
 

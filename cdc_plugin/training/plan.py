@@ -54,7 +54,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
     check_source(backbone, source)
     adopt_native_size(backbone, source, request.data_root)
     images = survey_images(source, backbone.input_size, labels=request.labels, root=request.data_root)
-    refuse_few(images.count, images.source, clusters)
+    refuse_few(images, clusters)
     asked = dataclasses.replace(request, clusters=clusters)
     settings = resolve(asked, collect_facts(request, loaded, backbone, images.count))
     restrict_training(backbone, settings)
@@ -65,7 +65,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
         epochs = f"at most {epochs} in {settings.rounds} rounds, each"
     parameters = sum(parameter.numel() for parameter in backbone.parameters())
     lines = [
-        f"images: {images.count} from {images.source}"
+        f"{images.noun}s: {images.count} from {images.source}"
         + (f", {len(images.skipped)} of {images.looked_at} looked at are unreadable" if images.skipped else "")
         + (", with labels for the report" if images.labels else ", no labels"),
         *([images.left_aside] if images.left_aside else []),
@@ -74,7 +74,7 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
         + ("" if backbone.takes_features else f", input {backbone.input_size} px")
         + (f"; inferred: {', '.join(backbone.inferred)}" if backbone.inferred else ""),
         *([SEARCHED.format(*request.clusters_between)] if request.clusters is None and request.clusters_between else []),
-        f"training: {epochs} of {len(sizes)} batches of about {sizes[0]} images, "
+        f"training: {epochs} of {len(sizes)} batches of about {sizes[0]} {images.noun}s, "
         f"{steps} steps per epoch, on {choose_device(request.device)}",
         *estimate_cost(settings, backbone, images.count),
         f"results: {settings.out or 'a new folder below cdc-runs'}",
@@ -123,7 +123,7 @@ def estimate_cost(settings: ResolvedConfig, backbone: Backbone, image_count: int
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
         # What k-means holds of its sample, probabilities, tables and names, and the report; all else lies on disk.
         sample = 16 * min(image_count, SAMPLE) * (backbone.feature_dim + settings.hidden)
-        grown = (sample + image_count * (24 * settings.clusters + 500)) / 1024**3 + REPORT
+        grown = (sample + image_count * (12 * settings.clusters + 500)) / 1024**3 + REPORT
         lines.append(f"memory: about {peak + grown:.1f} GB")
     return lines
 

@@ -21,7 +21,7 @@ from cdc_plugin.core.cluster_count import Count
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
-from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
+from cdc_plugin.data.images import ImageSet, Survey, digest_image_list, open_images
 from cdc_plugin.data.sources.base import spread_evenly
 from cdc_plugin.data.sources.features import FeatureSource, describe_features
 from cdc_plugin.errors import CheckpointError, ConfigError, DataError, option
@@ -205,7 +205,7 @@ def open_data(request: RefineConfig, backbone: Backbone, data: Any, clusters: in
     check_source(backbone, source)
     adopt_native_size(backbone, source, request.data_root)
     images = read_images(source, backbone.input_size, request.data_root, runtime.progress, request.labels)
-    refuse_few(len(images), images.source, clusters)
+    refuse_few(images, clusters)
     return images
 
 
@@ -219,12 +219,12 @@ def read_images(source: Any, size: int, root: str | None, progress: Progress, la
     return images
 
 
-def refuse_few(image_count: int, source: str, clusters: int) -> None:
+def refuse_few(images: ImageSet | Survey, clusters: int) -> None:
     """Refuse fewer images than clusters."""
-    if image_count < max(clusters, 4):
+    if images.count < max(clusters, 4):
         raise DataError(
-            f"{source} has {image_count} readable images, too few for {clusters} clusters; "
-            "add images or ask for fewer clusters"
+            f"{images.source} has {images.count} readable {images.noun}s, too few for {clusters} clusters; "
+            f"add {images.noun}s or ask for fewer clusters"
         )
 
 
@@ -243,7 +243,8 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
     """Return both heads, from prototypes (Sec. 3.3) or as asked for, and the settings with a fitting augmentation."""
     settings, features, device = prepared.settings, prepared.features, prepared.runtime.device
     source = {"keep": "the old model's heads", "random": "chance"}.get(settings.init, "prototypes")
-    log.info("initialising %d clusters by %s, on the features of %d images", settings.clusters, source, len(features))
+    words, noun = "initialising %d clusters by %s, on the features of %d %ss", prepared.images.noun
+    log.info(words, settings.clusters, source, len(features), noun)
     randomness = generator(settings.seed, INITIALISATION)
     heads = start_heads(settings.init, settings, features, randomness, device, prepared.loaded.heads, prepared.old)
     randomness = generator(settings.seed, AUGMENTATION)
@@ -272,7 +273,7 @@ def start_heads(
     """Return both heads as `build_initial_heads` does, for any number of images."""
     rows, chosen = features.sample(settings.clusters, randomness)
     if float(rows.std(dim=0).max()) < 1e-6:
-        log.warning("the features of all images are the same: the backbone has collapsed")
+        log.warning("all features are the same: the backbone has collapsed")
     complete = len(chosen) == len(features)
     old = None if old_probs is None else old_probs[chosen.numpy()]
     refine = None if complete else partial(refine_over_all, features)

@@ -73,7 +73,7 @@ def resume_run(
         check_resume_settings(request, stored, resolve_again, folder)
         # The digest of a folder depends on times of change: a copy on another machine is compared with the main one's.
         if distributed.main and images.digest != state["digest"]:
-            raise DataError(f"the images of {settings.data} are not those that {folder} was started with")
+            raise DataError(f"the {images.noun}s of {images.source} are not those that {folder} was started with")
         return images
 
     images = distributed.raise_together(open_again)

@@ -78,8 +78,8 @@ def review_round(run: Run, refiner: Refiner) -> None:
         refiner.networks.restart_heads(heads.clustering, heads.calibration)
         run.assignment = None
     if review.settled:
-        words = "after epoch %d: %.1f %% of the images have moved, %.1f %% are expected to be right: training ends"
-        log.info(words, review.epoch, 100 * review.moved, 100 * review.expected)
+        words = "after epoch %d: %.1f %% of the %ss have moved, %.1f %% are expected to be right: training ends"
+        log.info(words, review.epoch, 100 * review.moved, run.images.noun, 100 * review.expected)
         refiner.settled = True
 
 

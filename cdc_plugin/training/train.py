@@ -9,7 +9,7 @@ from torch import nn
 
 from cdc_plugin.config.resolve import find_round
 from cdc_plugin.config.schema import RefineConfig
-from cdc_plugin.errors import OutputError, UserError, is_out_of_memory, option
+from cdc_plugin.errors import OutputError, UserError, is_out_of_memory, option, say
 from cdc_plugin.training.batches import (
     SNAPSHOT_EPOCHS,
     cached_view_features,
@@ -83,12 +83,12 @@ def train(run: Run, tracking: Tracking) -> None:
         save()
         bar.after_epoch(run.history[-1])  # only now: who reads of an epoch may rely on it
         for finding in detect_new(run.history, settings):
-            log.warning("%s", finding.text)
+            log.warning("%s", say(finding.text, images.noun))
         tracking.epoch(run.history[-1])  # a run that is killed in between makes up for it
-        together.raise_together(lambda: refuse_dead(run.history, settings))
+        together.raise_together(lambda: refuse_dead(run.history, settings, images.noun))
 
     save()
-    together.raise_together(lambda: refuse_dead(run.history, settings))
+    together.raise_together(lambda: refuse_dead(run.history, settings, images.noun))
     fetch = None if frozen else fetch_pixels(settings, images, runtime)
     batches = make_batches(make, images.count, settings.batch_size, settings.seed, fetch)
     with noticing_termination() as notice, contextlib.closing(bar):

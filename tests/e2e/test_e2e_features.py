@@ -1,6 +1,7 @@
 """Features that others have computed go the whole way that images go."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -27,8 +28,20 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "results"
-    succeed("refine", "--features", *files, "--clusters", 4, "--out", folder, "epochs=3", "--quiet")
+    done = succeed("refine", "--features", *files, "--clusters", 4, "--out", folder, "epochs=3")
+    assert "samples" in find_words(done)
     return folder
+
+
+def find_words(done, *pages):
+    """Return the nouns that a command and the pages it wrote, without their style, call what was clustered."""
+    texts = [
+        done.stdout,
+        done.stderr,
+        *(re.sub("<style.*?</style>", "", page.read_text(), flags=re.S) for page in pages),
+    ]
+    texts = [re.sub("<[^>]*>", " ", text) for text in texts]
+    return set(re.findall(r"\b(?:image|sample)s?\b", " ".join(texts).lower()))
 
 
 def test_a_run_on_features_writes_what_a_run_on_images_writes(run):
@@ -41,6 +54,47 @@ def test_a_run_on_features_writes_what_a_run_on_images_writes(run):
     page = (run / "report.html").read_text()
     assert "text 17" in page or "text 70" in page
     assert 'src=""' not in page
+
+
+def test_every_command_speaks_of_samples_where_there_are_only_vectors(run, files, tmp_path):
+    model = ["--model", run]
+    assert not {"image", "images"} & find_words(succeed("refine", "--features", *files, "--clusters", 4, "--dry-run"))
+    words = find_words(succeed("evaluate", *model, "--out", tmp_path / "known"), tmp_path / "known" / "report.html")
+    words |= find_words(succeed("predict", *model, "--features", *files, "--out", tmp_path / "new.csv"))
+    both = ["--compare", run, run, "--names", "one", "two", "--out", tmp_path / "both"]
+    words |= find_words(succeed("evaluate", *both), tmp_path / "both" / "report.html")
+    grid = ["--features", *files, "--clusters", 4, "--methods", "kmeans,cdc", "--seeds", 1, "--epochs", 1, "--jobs", 1]
+    done = succeed("compare", *grid, "--out", tmp_path / "grid")
+    words |= find_words(done, tmp_path / "grid" / "report.html", run / "report.html")
+    check = succeed("predict", *model, "--features", *files, "--audit", 10, "--out", tmp_path / "check")
+    words |= find_words(check)
+    sheet = tmp_path / "check" / "audit.csv"
+    sheet.write_text(re.sub(r"(?m)^(r\d+-\w+,[^,]*,\d+),,", r"\1,yes,", sheet.read_text()))
+    words |= find_words(succeed("predict", "--answers", tmp_path / "check"))
+    assert words == {"sample", "samples"}
+    assert json.loads((run / "report.json").read_text())["noun"] == "sample"
+
+
+def test_features_are_inspected_alone_together_and_against_a_model(run, files, tmp_path):
+    rows = np.load(files[1]).astype(np.float32)
+    found = json.loads(succeed("inspect", "--features", *files, "--json").stdout)
+    check_record(found, "inspection")
+    assert [space["dimension"] for space in found["features"]["spaces"]] == [12, 20]
+    assert found["features"]["correspondence"][0]["words"] == "the rows correspond"
+    np.save(tmp_path / "mixed.npy", np.random.default_rng(0).permutation(rows))
+    mixed = cdc_plugin.inspect(features=[files[0], tmp_path / "mixed.npy"])
+    assert mixed["features"]["correspondence"][0]["words"].startswith("no sign")
+    rows[3], rows[:, 1] = rows[4], 7
+    odd = cdc_plugin.inspect(features=rows)["features"]["spaces"][0]
+    assert (odd["duplicates"], odd["constant_columns"], odd["not_finite"]) == (1, 1, 0)
+    rows[5, 5] = np.nan
+    assert not cdc_plugin.inspect(features=rows)["loadable"]
+    known, turned = (cdc_plugin.inspect(run, features=spaces) for spaces in (files, [-rows[:4, :12], rows[:4]]))
+    assert known["loadable"]
+    assert known["features"]["model"]["outliers"] < 0.05
+    assert turned["features"]["model"]["outliers"] > 0.5
+    assert "12 + 20" in cdc_plugin.inspect(run, features=files[0])["error"]
+    assert "rows" in cdc_plugin.inspect(features=[rows, rows[1:]])["error"]
 
 
 def test_pictures_beside_features_are_no_reason_to_look_for_a_backbone(archive, tmp_path):

@@ -235,7 +235,10 @@ def _with_preprocessing(
     size = size[0] if isinstance(size, list) and len(set(map(str, size))) == 1 else size
     if resample not in RESAMPLING or mode not in ("shortest", "squash") or type(size) is not int:
         found = {k: fields[k] for k in ("interpolation", "resize_mode", "size") if k in fields}
-        raise CheckpointError(f"{source}: photos are resized, bilinear or bicubic, to a square; found {shorten(found)}")
+        raise CheckpointError(
+            f"{source}: photos are resized to a square, by {', '.join(RESAMPLING)}; found {shorten(found)}; write them "
+            'as squares of the right size, and state "resize_mode": "squash" here'
+        )
     if size != (fixed or size) or not 8 <= size <= LARGEST_SIDE:
         raise CheckpointError(f"{source}: size is {fixed or 'at least 8'} for its network; found {shorten(size)}")
     if mean and std and not all(math.isfinite(number) for number in (*mean, *std)):

@@ -17,7 +17,7 @@ from cdc_plugin.checkpoints.pool import WORDS
 from cdc_plugin.checkpoints.read import Checkpoint, payload_fields
 from cdc_plugin.checkpoints.weights import build_backbone, strip_prefix
 from cdc_plugin.config.schema import INPUT_FACTS, LARGEST_SIDE
-from cdc_plugin.data.side import RESAMPLING, Side
+from cdc_plugin.data.side import Side
 from cdc_plugin.errors import CheckpointError, option, shorten
 from cdc_plugin.models.architectures import STEM, describe
 
@@ -262,6 +262,7 @@ FAMILIES = {
 }
 # What a preprocessor may be and do, beyond its numbers.
 PROCESSORS = re.compile("ViT|DeiT|Beit|CLIP|Bit|ConvNe|Siglip(?!2)|DINOv3ViT")
+PILLOW = dict(enumerate(("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")))  # numbers of its filters
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_convert_rgb", "do_pad")
 # Of others that are seen often: what to take instead.
 ADVICE = {
@@ -468,11 +469,12 @@ def read_resize(fields: Mapping[str, Any], source: str) -> Side:
     kind = str(fields.get("image_processor_type") or fields.get("feature_extractor_type"))
     keeps_shape = kind.startswith(("CLIP", "Bit", "ConvNe"))
     code = fields.get("resample", 3 if keeps_shape else 2)
-    resample = {2: "bilinear", 3: "bicubic"}.get(code, "") if isinstance(code, int) else ""
-    if resample not in RESAMPLING or fields.get("do_resize") is False or fields.get("do_pad") is True:
+    resample = PILLOW.get(code, "") if type(code) is int else ""
+    if not resample or fields.get("do_resize") is False or fields.get("do_pad") is True:
         raise CheckpointError(
-            f"{source}: photos are resized (resample 2, bilinear, or 3, bicubic) and not padded; found "
-            f"{shorten({k: fields[k] for k in ('do_resize', 'resample', 'do_pad') if k in fields})}"
+            f"{source}: photos are resized (resample 0 to 5, as Pillow counts) and not padded; found "
+            f"{shorten({k: fields[k] for k in ('do_resize', 'resample', 'do_pad') if k in fields})}; write them as "
+            "squares of the right size, and state do_resize true and do_pad false here"
         )
     size, shape = _read_side(fields.get("size"), source, keeps_shape)
     if kind.startswith("ConvNe"):

@@ -10,6 +10,8 @@ from cdc_plugin.core.selection.base import Selection, SelectionInput, Selector
 from cdc_plugin.core.selection.thresholds import Fixed, FlexMatch, FreeMatch
 from cdc_plugin.errors import ConfigError, option
 
+AT_ONCE = 1 << 20  # probabilities that are sorted at once: all of a batch, but not all of a large set
+
 
 def select_confident(probs: Tensor) -> Selection:
     """Trust the top M(c) samples of every cluster c, where M(c) is their summed confidence (Sec. 3.2, Eq. 4).
@@ -46,11 +48,16 @@ def _top_samples(probs: Tensor) -> Tensor:
             f"a batch of {batch} images cannot hold one image for each of {clusters} clusters; "
             f"pass batch_size={2 * clusters} or more (and at least as many images), or {option('clusters', batch)}"
         )
-    best = probs.topk(batch // clusters, dim=0)
+    parts = probs.split(max(1, AT_ONCE // batch), dim=1)
+    return torch.cat([_top_of_columns(part, batch // clusters) for part in parts], dim=1)
+
+
+def _top_of_columns(probs: Tensor, count: int) -> Tensor:
+    best = probs.topk(count, dim=0)
     if ((probs >= best.values[-1]).sum(dim=0) == len(best.values)).all():  # no tie for the last place
         rows = best.indices.sort(dim=0).values
         return rows.gather(0, probs.gather(0, rows).sort(dim=0, descending=True, stable=True).indices)
-    return probs.sort(dim=0, descending=True, stable=True).indices[: batch // clusters]
+    return probs.sort(dim=0, descending=True, stable=True).indices[:count]
 
 
 def _trust(labels: Tensor, top: Tensor, mass: Tensor) -> Selection:

@@ -106,6 +106,15 @@ class FeatureSource:
         return None
 
 
+def name_sample(source: Any) -> str:
+    """Return what messages call a sample of a source: an image, unless there is nothing but its vector.
+
+    >>> name_sample(describe_features(np.zeros((5, 8)))), name_sample("digits")
+    ('sample', 'image')
+    """
+    return "sample" if isinstance(source, FeatureSource) and source.pictures is None else "image"
+
+
 def describe_features(
     sources: Any, beside: Any = None, labels: bool = True, root: str | os.PathLike[str] | None = None
 ) -> FeatureSource:
@@ -114,21 +123,10 @@ def describe_features(
     >>> describe_features([np.zeros((5, 8)), np.ones((5, 3), np.float16)])[[0, 4]].shape
     (2, 11)
     """
-    spaces = [_open_space(source, labels) for source in split_sources(sources)]
-    first, count = spaces[0], len(spaces[0].rows)
-    for space in spaces[1:]:
-        if len(space.rows) != count:
-            raise DataError(
-                f"{first.title} has {count} rows and {space.title} {len(space.rows)}; spaces side by side need the "
-                "vectors of the same samples in the same order"
-            )
-    named = [space for space in spaces if space.names is not None]
-    for space in named[1:]:
-        if space.names != named[0].names:
-            raise DataError(
-                f"the names of the samples in {named[0].title} and {space.title} differ; put the rows of both into "
-                "the same order"
-            )
+    spaces = open_spaces(sources, labels)
+    if (difference := explain_difference(spaces)) is not None:
+        raise DataError(difference)
+    count, named = len(spaces[0].rows), [space for space in spaces if space.names is not None]
     known = next((space for space in spaces if space.labels is not None), None)
     numbers, classes = None, None
     if known is not None:
@@ -137,6 +135,30 @@ def describe_features(
     names = named[0].names if named else None
     source = FeatureSource(tuple(spaces), names or number_rows((count,)), numbers, classes, cache.compute_digest(parts))
     return source if beside is None else _add_pictures(source, beside, names is not None, labels, root)
+
+
+def open_spaces(sources: Any, labels: bool = False) -> list[Space]:
+    """Return the spaces of one source or of several, each as it is."""
+    return [_open_space(source, labels) for source in split_sources(sources)]
+
+
+def explain_difference(spaces: Sequence[Space]) -> str | None:
+    """Return why spaces cannot be of the same samples in the same order, by their numbers of rows and their names."""
+    first = spaces[0]
+    for space in spaces[1:]:
+        if len(space.rows) != len(first.rows):
+            return (
+                f"{first.title} has {len(first.rows)} rows and {space.title} {len(space.rows)}; spaces side by side "
+                "need the vectors of the same samples in the same order"
+            )
+    named = [space for space in spaces if space.names is not None]
+    for space in named[1:]:
+        if space.names != named[0].names:
+            return (
+                f"the names of the samples in {named[0].title} and {space.title} differ; put the rows of both into "
+                "the same order"
+            )
+    return None
 
 
 def split_sources(sources: Any) -> list[Any]:

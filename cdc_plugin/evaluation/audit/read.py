@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cdc_plugin.errors import DataError
+from cdc_plugin.errors import DataError, say
 from cdc_plugin.evaluation.audit.sheet import AuditRow, Sheet, read_sheet
 from cdc_plugin.metrics import adaptive_calibration_error, correct_samples
 
@@ -55,6 +55,7 @@ class AuditResult:
     calibration_error_by_chance: float  # all of it for a perfectly calibrated model
     bins: int  # with equal numbers of answers
     notes: tuple[str, ...]
+    noun: str = "image"
 
     def lines(self) -> list[str]:
         """Return the result as lines for the terminal."""
@@ -63,21 +64,21 @@ class AuditResult:
         if overall.lower <= overall.confidence <= overall.upper:
             verdict = "consistent with these answers"
         lines = [
-            f"{overall.answered} of {self.drawn} images answered, drawn from {self.image_count:,} ({self.source}); "
-            f"the question was {self.question}",
+            f"{overall.answered} of {self.drawn} {self.noun}s answered, drawn from {self.image_count:,} "
+            f"({self.source}); the question was {say(self.question, self.noun)}",
             f"accuracy: {overall}",
         ]
         if self.selected is not None:
-            lines.append(f"accuracy of the selected images: {self.selected}")
+            lines.append(f"accuracy of the selected {self.noun}s: {self.selected}")
         lines += [
             f"stated confidence: {overall.confidence:.1%} on average, {verdict}",
             f"calibration error: {self.calibration_error:.1%} in {self.bins} bin{'s' if self.bins > 1 else ''}; a "
             f"perfectly calibrated model would show {self.calibration_error_by_chance:.1%} with so few answers",
-            *(f"note: {note}" for note in self.notes),
+            *(f"note: {say(note, self.noun)}" for note in self.notes),
         ]
         if overall.answered < self.drawn:
             lines.append(
-                "note: if every image without an answer were wrong, the accuracy would still be at least "
+                f"note: if every {self.noun} without an answer were wrong, the accuracy would still be at least "
                 f"{compute_accuracy_bound(overall.right, self.drawn):.1%}"
             )
         return lines
@@ -98,7 +99,7 @@ def read_answers(path: Path) -> AuditResult:
     if judged and named:
         raise DataError(
             f"{path} mixes yes or no ({judged[0].answer!r} for {judged[0].id}) with other words "
-            f"({named[0].answer[:40]!r} for {named[0].id}); answer all images with yes or no, or all with the name of "
+            f"({named[0].answer[:40]!r} for {named[0].id}); answer all with yes or no, or all with the name of "
             "what they show"
         )
     notes = _note_unanswered(sheet, len(rows))
@@ -130,6 +131,7 @@ def _summarise(
         calibration_error_by_chance=simulate_calibration_error(confidence, bins),
         bins=bins,
         notes=tuple(notes),
+        noun=sheet.noun,
     )
 
 

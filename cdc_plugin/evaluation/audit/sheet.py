@@ -40,15 +40,16 @@ class Sheet:
     drawn: int
     image_count: int
     source: str
+    noun: str = "image"
 
 
-def build_sheet(table: np.recarray, rows: NDArray[np.int64], source: str) -> list[list[str]]:
+def build_sheet(table: np.recarray, rows: NDArray[np.int64], source: str, noun: str = "image") -> list[list[str]]:
     """Return a header and one line per drawn row of the table, in that order, with an empty answer."""
     columns = table.dtype.names or ()
     name = "path" if "path" in columns else "index"
     flags = ["selected"] if "selected" in columns else []
     # In every line, so that the file alone can be passed on.
-    audit = f"{len(rows)} of {len(table)} images; {' '.join(source.split())}"
+    audit = f"{len(rows)} of {len(table)} {noun}s; {' '.join(source.split())}"
     lines = [["id", name, "cluster", "answer", "confidence", *flags, "audit"]]
     for row in rows.tolist():
         entry, cluster = table[row], int(table["cluster"][row])
@@ -73,21 +74,21 @@ def read_sheet(path: Path) -> Sheet:
     audits = {}
     for number, cells in lines:
         entry, where = dict(zip(header, cells, strict=False)), f"{path}, line {number}"
-        totals = re.match(r"\s*(\d+) of (\d+) images", entry["audit"])
+        totals = re.match(r"\s*(\d+) of (\d+) (image|sample)s", entry["audit"])
         if totals is None:
             raise DataError(
                 f"{where}: expected 'N of M images' in the column 'audit', found {entry['audit'][:40]!r}; change "
                 "nothing but the answers"
             )
-        drawn, image_count = map(int, totals.groups())
-        audits[drawn, image_count] = entry["audit"].partition(";")[2].strip()
+        drawn, image_count, noun = int(totals[1]), int(totals[2]), totals[3]
+        audits[drawn, image_count, noun] = entry["audit"].partition(";")[2].strip()
         row = _parse_row(entry, drawn, image_count, where)
         if row.id in rows:
-            raise DataError(f"{where}: the id {row.id} occurs twice; keep one row for each image")
+            raise DataError(f"{where}: the id {row.id} occurs twice; keep one row for each of them")
         rows[row.id] = row
     if len(audits) > 1:
         raise DataError(f"{path} holds rows of {len(audits)} audits; give the rows of one")
-    return Sheet(list(rows.values()), drawn, image_count, audits[drawn, image_count])
+    return Sheet(list(rows.values()), drawn, image_count, audits[drawn, image_count, noun], noun)
 
 
 def _parse_row(entry: dict[str, str], drawn: int, image_count: int, where: str) -> AuditRow:

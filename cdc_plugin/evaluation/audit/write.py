@@ -40,14 +40,21 @@ def check_audit(folder: Path, count: int, overwrite: bool) -> None:
 
 
 def write_audit(
-    folder: Path, table: np.recarray, count: int, seed: int, read: Read, source: str, overwrite: bool
+    folder: Path,
+    table: np.recarray,
+    count: int,
+    seed: int,
+    read: Read,
+    source: str,
+    overwrite: bool,
+    noun: str = "image",
 ) -> list[Path]:
     """Draw ``count`` images of a table of predictions, write sheet and page, and return their paths."""
     check_audit(folder, count, overwrite)
     selected = table["selected"] if "selected" in (table.dtype.names or ()) else None
     rows = draw_rows(table["confidence"], selected, count, seed)
-    lines = build_sheet(table, rows, source)
-    page = _render_page(table, rows, lines, read, source)
+    lines = build_sheet(table, rows, source, noun)
+    page = _render_page(table, rows, lines, read, source, noun)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -58,7 +65,9 @@ def write_audit(
     return list(contents)
 
 
-def _render_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[str]], read: Read, source: str) -> str:
+def _render_page(
+    table: np.recarray, rows: NDArray[np.int64], lines: list[list[str]], read: Read, source: str, noun: str
+) -> str:
     """Return the page, in one file that loads nothing; it saves the lines of audit.csv with the answers."""
     from jinja2 import Environment, StrictUndefined
 
@@ -79,6 +88,7 @@ def _render_page(table: np.recarray, rows: NDArray[np.int64], lines: list[list[s
     return template.render(
         source=source.encode("utf-8", "replace").decode("utf-8"),
         images=len(table),
+        noun=noun,
         content={
             "shown": shown,
             "lines": escaped,

@@ -9,7 +9,9 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from cdc_plugin.data import ImageSource, UnreadableImageError, native_size, open_images, store
+from cdc_plugin.data.decode import squares_from_array
 from cdc_plugin.data.images import digest_image_list, survey_images
+from cdc_plugin.data.side import Side
 from cdc_plugin.data.sources import arrays
 from cdc_plugin.data.sources.arrays import describe_array
 from cdc_plugin.errors import UserError
@@ -276,3 +278,11 @@ def test_several_threads_read_only_what_takes_long(monkeypatch, quick):
     assert (open_images(source, 20).images == PIXELS).all()
     own = sum(thread == threading.get_ident() for thread in seen)
     assert own == (6 if quick else store.SLOW_MEASUREMENTS)
+
+
+@pytest.mark.parametrize("resample", ["lanczos", "nearest", "box", "hamming"])
+def test_a_filter_of_pillow_makes_the_squares_that_pillow_makes(resample):
+    photo = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    resized = Image.fromarray(photo).resize((48, 32), Image.Resampling[resample.upper()])
+    expected = np.asarray(resized)[4:28, 12:36]
+    np.testing.assert_array_equal(squares_from_array(photo[None], Side(24, 32, resample))[0][4:28, 4:28], expected)

@@ -1,4 +1,5 @@
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -121,3 +122,15 @@ def test_a_table_of_any_length_is_written_whole(tmp_path, rows):
 def test_a_table_that_cannot_be_written_is_told_in_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot write"):
         write_tables(tmp_path / "missing" / "p.csv", [build_table(["a"], {"cluster": np.array([0])})])
+
+
+def test_the_order_of_clusters_is_found_in_parts_of_little_memory():
+    probabilities = torch.rand(60_000, 50, generator=torch.Generator().manual_seed(0)).numpy()
+    tracemalloc.start()
+    columns = compute_prediction_columns(probabilities, probabilities)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < probabilities.nbytes
+    order = np.argsort(-probabilities, axis=1, kind="stable")
+    np.testing.assert_array_equal(columns["cluster"], order[:, 0])
+    np.testing.assert_array_equal(columns["second_cluster"], order[:, 1])

@@ -166,7 +166,7 @@ def test_result_keeps_how_photos_are_prepared_and_which_vector_is_taken(tmp_path
         ({"model_type": ["vit"]}, {}, "is not read"),
         ({}, {"size": {"height": 32, "width": 64}}, "size is that of a square"),
         ({}, {"size": 10**9}, "size is that of a square"),
-        ({}, {"resample": 0}, "resample 2, bilinear"),
+        ({}, {"resample": 6}, "resample 0 to 5"),
         ({}, {"do_pad": True}, "not padded"),
         ({"auto_map": {"AutoModel": "evil.Net"}}, {}, "code of its own"),
         ({}, {"rescale_factor": 2.0}, "rescale_factor lies"),

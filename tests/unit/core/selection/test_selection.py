@@ -97,3 +97,12 @@ def test_the_best_samples_are_those_of_a_stable_sort_with_and_without_ties(clust
     probs /= levels * clusters
     whole = probs.sort(dim=0, descending=True, stable=True).indices[: 300 // clusters]
     assert torch.equal(_top_samples(probs), whole)
+
+
+def test_a_large_set_is_sorted_in_parts_with_the_same_outcome(monkeypatch):
+    probs = random_probs(200, 7).mul(8).round().div(8)  # with ties
+    whole = select_confident(probs)
+    monkeypatch.setattr("cdc_plugin.core.selection.AT_ONCE", 400)
+    parts = select_confident(probs)
+    assert torch.equal(whole.mask, parts.mask)
+    assert torch.equal(whole.quota, parts.quota)
