@@ -107,7 +107,7 @@ def take_at_hand(request: RefineConfig) -> tuple[RefineConfig, str]:
 
 def outcome(report: Report) -> str:
     """Return the table that a run ends with."""
-    from cdc_plugin.report.words import TITLES, describe_interval, describe_spaces
+    from cdc_plugin.report.words import TITLES, describe_count, describe_interval, describe_spaces
 
     metrics, percent = report.metrics, common.format_percent
     before, after, facts, old = metrics["before"], metrics["after"], metrics["label_free"], metrics.get("old_model")
@@ -133,6 +133,7 @@ def outcome(report: Report) -> str:
             f"{old['agreement_before']:.1%} of the {noun}s start in the old model's cluster, "
             f"{old['agreement_after']:.1%} end there ({old['writer']})"
         )
+    lines += filter(None, [describe_count(metrics["count"])])
     lines += describe_spaces(metrics)
     lines += [f"warning: {warning['text']}" for warning in facts["warnings"]]
     if metrics["skipped"]:

@@ -1,5 +1,6 @@
 """Measure a run where it begins and where it ends, and write every result."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import FINAL, PROBE, QUALITY, generator
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.sources.features import FeatureSource
+from cdc_plugin.evaluation.next_changes import find_next_changes
 from cdc_plugin.evaluation.quality import Evidence, assess, find_trusted, name_samples
 from cdc_plugin.evaluation.records import (
     Report,
@@ -64,6 +66,7 @@ def measure_start(prepared: Prepared, heads: InitialHeads, settings: ResolvedCon
     components = principal_components(rows)
     run = Run(settings, folder, prepared.runtime, images, model, before, partition, components, chosen, old=old)
     run.assignment = torch.from_numpy(calibration.argmax(axis=1))
+    run.count = None if prepared.count is None else dataclasses.asdict(prepared.count)
     run.start_probe = measure_signals(run, calibration)["probe"]
     run.features = features if settings.freeze_backbone else None
     return run
@@ -125,6 +128,8 @@ def finish_run(run: Run, seconds: float) -> Report:
         "after": measure(clustering, calibration, partition, images.labels),
         "old_model": old,
         "label_free": card,
+        "count": run.count,
+        "next_changes": find_next_changes(rows, assignment[sample], sample),
         "spaces": measure_spaces(run, features, assignment),
         "seconds": round(seconds, 1),
     }

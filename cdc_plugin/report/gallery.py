@@ -30,7 +30,7 @@ PATIENCE = 8  # looks at so many candidates for every picture before near-duplic
 SAME_PICTURE = 4.0  # mean difference of two fingerprints in grey levels; nearest strangers lie at 6 and more
 PAIR_SHARE = 0.01  # of the images of both clusters
 
-CARDS_SHARE, PAIRS_SHARE, LOOK_SHARE = 0.76, 0.12, 0.12  # of the bytes of all pictures
+CARDS_SHARE, PAIRS_SHARE, LOOK_SHARE, CHANGES_SHARE = 0.75, 0.12, 0.11, 0.02  # of the bytes of all pictures
 PICTURES = 1200  # on the cards of all clusters together, before every cluster has few
 FEW, MANY = 4, 12  # pictures of one kind on a card
 EXAMPLES = 4  # pictures from each side of a pair
@@ -129,6 +129,23 @@ def cluster_cards(page: PageData, clusters: Sequence[ClusterFigures], budget: in
             show(chosen[number].doubtful, say_own),
         )
         for number in sorted(largest)
+    ]
+
+
+def show_changes(page: PageData, budget: int = BUDGET) -> list[tuple[str, list[list[Thumbnail]]]]:
+    """Return what would be merged and split next, each as a sentence and examples of both sides."""
+    words = {
+        "merge": "One cluster fewer would put {} together: no other two are so hard to tell apart.",
+        "split": "One cluster more would cut {} into these two: no other cluster is so clearly two.",
+    }
+    changes = [(words[kind], change) for kind, change in page.next_changes.items() if change]
+    size = size_within(int(CHANGES_SHARE * budget), sum(len(side) for _, c in changes for side in c["examples"]))
+    return [
+        (
+            sentence.format(" and ".join(map(str, change["clusters"]))),
+            [make_thumbnails(page.images, side, [""] * len(side), size) for side in change["examples"]],
+        )
+        for sentence, change in changes
     ]
 
 

@@ -24,13 +24,14 @@ from cdc_plugin.report.charts import (
     right_wrong_histogram,
     training_charts,
 )
-from cdc_plugin.report.gallery import cluster_cards, confused_pairs, look_first
+from cdc_plugin.report.gallery import cluster_cards, confused_pairs, look_first, show_changes
 from cdc_plugin.report.page_data import ClusterFigures, FigureRow, PageData
 from cdc_plugin.report.words import (
     TARGET,
     TITLES,
     before_after_table,
     describe_clusters,
+    describe_count,
     describe_interval,
     describe_old_model,
     describe_outliers,
@@ -116,6 +117,8 @@ def collect_page(
         command=command,
         outside=metrics.get("outside", []),
         old_model=old,
+        count=metrics.get("count"),
+        next_changes=metrics.get("next_changes") or {},
     )
 
 
@@ -174,6 +177,8 @@ def render_page(page: PageData) -> str:
         "pairs": confused_pairs(page),
         "carded": {card.number for card in cards},
         "looks": look_first(page),
+        "count": describe_count(page.count),
+        "changes": show_changes(page),
         "outside": outside_rows([("", page.outside)]),
         "outliers": describe_outliers(table),
         "skipped": [(shorten(name, 200), shorten(reason, 200)) for name, reason in images.skipped[:MOST_SKIPPED]],
@@ -191,6 +196,7 @@ def render_page(page: PageData) -> str:
         ("clusters", "Clusters", True),
         ("gallery", "Gallery", values["card_groups"]),
         ("pairs", "Confused", values["pairs"]),
+        ("number", "How many", values["changes"] or values["count"]),
         ("look", "Look first", values["looks"]),
         ("outside", "Other images", values["outside"] or values["outliers"]),
         ("unread", "Unread files", values["skipped"]),

@@ -188,6 +188,17 @@ def describe_interval(card: dict[str, Any]) -> str:
     return f" ({percent(low, 0).rstrip('%').strip()}–{percent(high, 0)})" if known(low) and known(high) else ""
 
 
+def describe_count(found: dict[str, Any] | None) -> str | None:
+    """Return how many clusters were found, where their number was looked for.
+
+    >>> describe_count({"number": 10, "low": 8, "high": 12, "candidates": [2, 3]})
+    '10 clusters were found; the features do not exclude 8 to 12.'
+    """
+    if found is None:
+        return None
+    return f"{found['number']} clusters were found; the features do not exclude {found['low']} to {found['high']}."
+
+
 def headline(confidence: NDArray[np.floating], accepted: int, interval: str = "") -> str:
     """Say how many images ``cdc-predict --target-accuracy 0.95`` would accept, and what to expect over all."""
     values = np.asarray(confidence, dtype=np.float64)

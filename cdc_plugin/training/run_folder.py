@@ -61,6 +61,7 @@ class Run:
     reviews: list[dict[str, Any]] = field(default_factory=list)  # what was seen after each round
     assignment: torch.Tensor | None = None  # (N,) clusters at the last review
     start_probe: float = 0.0  # how well the first features know the initial clusters, see `read_linearly`
+    count: dict[str, Any] | None = None  # how the number of clusters was found, where it was looked for
     returned: dict[str, Any] = field(default_factory=dict)  # to the start: what was asked for in place of it
     setback: int | None = None  # the epoch in which a loss was not finite, if there was one
     state: dict[str, Any] | None = None  # what the run is resumed from
@@ -83,6 +84,7 @@ KEPT = (
     "reviews",
     "assignment",
     "start_probe",
+    "count",
     "returned",
     "setback",
 )  # of a `Run`, in its state
