@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cdc_plugin.config.load import keep_allowed, load_config, to_yaml
+from cdc_plugin.config.load import FOUND_BETWEEN, keep_allowed, load_config, to_yaml
 from cdc_plugin.config.schema import METHOD_SETTINGS, RECIPE_SETTINGS, RefineConfig
 from cdc_plugin.errors import ConfigError
 
@@ -185,3 +185,22 @@ def test_a_setting_may_refer_to_another_one(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("epochs: 7\nseed: ${epochs}\n")
     assert load_config(recipe).seed == 7
+
+
+def test_auto_takes_the_place_of_a_number_and_a_number_that_of_auto(write_recipe):
+    assert load_config(None, {"clusters": "auto"}).clusters_between == list(FOUND_BETWEEN)
+    found = load_config(write_recipe("clusters: 10"), {"clusters": "auto:3-9"})
+    assert (found.clusters, found.clusters_between) == (None, [3, 9])
+    found = load_config(write_recipe("clusters: auto"), {}, ["clusters=7"])
+    assert (found.clusters, found.clusters_between) == (7, None)
+    found = load_config(write_recipe("clusters: auto"), {"clusters": "8"})
+    assert (found.clusters, found.clusters_between) == (8, None)
+    # What a run stores: the number that was found, and where it was looked for.
+    found = load_config(write_recipe("clusters: 7\nclusters_between: [2, 50]"))
+    assert (found.clusters, found.clusters_between) == (7, [2, 50])
+
+
+@pytest.mark.parametrize("word", ["auto:9-3", "auto:1-5", "auto:2-", "auto:2-5000", "automatic", "ten", "auto:5-5"])
+def test_a_range_that_is_none_is_refused_with_what_is_right(word):
+    with pytest.raises(ConfigError, match="auto:5-50|clusters"):
+        load_config(None, {"clusters": word})
