@@ -51,11 +51,12 @@ def find_kinds(
     Without ``wanted`` as many as there are good reasons for, which may be none; else exactly so many.
     """
     unit = F.normalize(features.detach().cpu().float(), dim=1)
-    whitened = unit @ prototypes.whitening
-    count = min(max(DIRECTIONS, 2 * len(prototypes.centers)), *whitened.shape)
+    whitening, centers = prototypes.whitening.cpu(), prototypes.centers.cpu()
+    whitened = unit @ whitening
+    count = min(max(DIRECTIONS, 2 * len(centers)), *whitened.shape)
     with fork_rng(generator, torch.device("cpu")):
         basis = torch.pca_lowrank(whitened, q=count)[2]
-    rows, clusters = whitened @ basis, prototypes.centers @ basis
+    rows, clusters = whitened @ basis, centers @ basis
     nearest = torch.cdist(rows, clusters).min(dim=1).values
     outliers = int((prototypes.distance(unit) > prototypes.limit).sum())
     order = nearest.argsort(descending=True)[: max(int(FAR * len(rows)), outliers)]
@@ -71,7 +72,7 @@ def find_kinds(
                 break
         else:
             found = kmeans(seeds, wanted, generator, starts=5).centers
-    return Kinds(prototypes.whitening @ basis, clusters, found)
+    return Kinds(whitening @ basis, clusters, found)
 
 
 def split_seeds(seeds: Tensor, generator: torch.Generator) -> Tensor:
