@@ -108,11 +108,12 @@ def read_hierarchy(record: Any, clusters: int, source: str) -> Hierarchy | None:
     if record is None:
         return None
     try:
-        merges = tuple((int(kept), int(absorbed)) for kept, absorbed in record["merges"])
+        merges = tuple((kept, absorbed) for kept, absorbed in record["merges"])
         distances = tuple(float(distance) for distance in record["distances"])
         alive = set(range(clusters))
         for kept, absorbed in merges:
-            if not (kept < absorbed and {kept, absorbed} <= alive):
+            whole = type(kept) is int and type(absorbed) is int
+            if not (whole and kept < absorbed and {kept, absorbed} <= alive):
                 raise ValueError
             alive.remove(absorbed)
         rising = all(0 <= low <= high <= 1 for low, high in zip((0.0, *distances), distances, strict=False))

@@ -96,7 +96,9 @@ def measure_silhouette(distances: Tensor, assignment: Tensor) -> float:
     sums = distances @ members
     own = sums.gather(1, assignment[:, None])[:, 0] / (sizes[assignment] - 1).clamp_min(1)
     others = (sums / sizes.clamp_min(1)).masked_fill(members.bool() | (sizes == 0), torch.inf).min(dim=1).values
-    return float(((others - own) / torch.maximum(own, others).clamp_min(1e-12)).mean())
+    # By convention 0 for the only point of a group, and where all points are in one.
+    alone = (sizes[assignment] < 2) | others.isinf()
+    return float(((others - own) / torch.maximum(own, others).clamp_min(1e-12)).masked_fill(alone, 0).mean())
 
 
 def compete(rows: Tensor, clusters: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
