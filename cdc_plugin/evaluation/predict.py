@@ -120,7 +120,7 @@ class Predictor:
                 positions, columns = [], []
             positions.append(chunk.places)
             try:
-                columns.append(self._compute_columns(chunk.squares))
+                columns.append(_compute_columns(self, chunk.squares))
             except torch.OutOfMemoryError as error:
                 smaller = option("batch_size", max(self.batch_size // 2, 1))
                 raise UserError(
@@ -142,24 +142,6 @@ class Predictor:
                 f"{reason}; open one of them in an image viewer to check the files"
             )
         return prediction
-
-    @torch.no_grad()
-    def _compute_columns(self, squares: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the columns of the table for a chunk of images (n, S, S, 3), or of vectors (n, D)."""
-        model, rows = self.model, torch.from_numpy(squares).to(self.device)
-        views = rows if rows.ndim == 2 else plain_view(rows.permute(0, 3, 1, 2), self.settings)
-        features = model.backbone(channels_last(views)).float()
-        calibration = head_probabilities(model.calibration_head, features)
-        one_head = model.clustering_head is model.calibration_head
-        clustering = calibration if one_head else head_probabilities(model.clustering_head, features)
-        columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration, self.groups))
-        if squares.ndim == 4:
-            columns[MARKS] = fingerprint(squares)
-        if model.prototypes is not None:
-            columns |= compute_outlier_columns(model.prototypes, features)
-        if self.keep_features:
-            columns[FEATURES] = F.normalize(features, dim=1).half().cpu().numpy()
-        return columns
 
     def _build_part(
         self, source: range, positions: list[NDArray[np.int64]], columns: list[dict[str, NDArray[Any]]]
@@ -193,6 +175,25 @@ def prepare(
         model.backbone = resolve_input(model.backbone, _read_sample(model, stream))
         batch_size = min(batch_size, images_per_pass(model.backbone.input_size, device), _images_per_read(stream))
     return Predictor(model, stream, view_settings(model.backbone), device, batch_size, groups, keep_features)
+
+
+@torch.no_grad()
+def _compute_columns(predictor: Predictor, squares: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Return the columns of the table for a chunk of images (n, S, S, 3), or of vectors (n, D)."""
+    model, rows = predictor.model, torch.from_numpy(squares).to(predictor.device)
+    views = rows if rows.ndim == 2 else plain_view(rows.permute(0, 3, 1, 2), predictor.settings)
+    features = model.backbone(channels_last(views)).float()
+    calibration = head_probabilities(model.calibration_head, features)
+    one_head = model.clustering_head is model.calibration_head
+    clustering = calibration if one_head else head_probabilities(model.clustering_head, features)
+    columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration, predictor.groups))
+    if squares.ndim == 4:
+        columns[MARKS] = fingerprint(squares)
+    if model.prototypes is not None:
+        columns |= compute_outlier_columns(model.prototypes, features)
+    if predictor.keep_features:
+        columns[FEATURES] = F.normalize(features, dim=1).half().cpu().numpy()
+    return columns
 
 
 def _images_per_read(stream: ImageStream) -> int:
