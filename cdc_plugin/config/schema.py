@@ -88,9 +88,10 @@ class RefineConfig:
     )
     init: str | None = setting(
         None,
-        "how the heads start: keep those of an old clustering model, prototypes or random",
+        "how the heads start: keep those of an old clustering model, grow (keep them, and add clusters for new kinds "
+        "of images), prototypes or random",
         auto="keep where there are any, else prototypes",
-        choices=("keep", "prototypes", "random"),
+        choices=("keep", "grow", "prototypes", "random"),
         metavar="HOW",
     )
     trust_checkpoint: bool = setting(False, "open pickled modules, which runs the code in them")

@@ -26,6 +26,7 @@ from cdc_plugin.report.charts import (
 )
 from cdc_plugin.report.gallery import cluster_cards, confused_pairs, look_first
 from cdc_plugin.report.page_data import ClusterFigures, FigureRow, PageData
+from cdc_plugin.report.tree import draw_trees
 from cdc_plugin.report.words import (
     TARGET,
     TITLES,
@@ -116,6 +117,7 @@ def collect_page(
         command=command,
         outside=metrics.get("outside", []),
         old_model=old,
+        hierarchy=metrics.get("hierarchy"),
     )
 
 
@@ -171,6 +173,7 @@ def render_page(page: PageData) -> str:
         "cluster_drawing": cluster_chart(clusters),
         "card_groups": [cards[start : start + together] for start in range(0, len(cards), together)],
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
+        "trees": draw_trees(page.hierarchy, clusters, cards),
         "pairs": confused_pairs(page),
         "carded": {card.number for card in cards},
         "looks": look_first(page),
@@ -189,6 +192,7 @@ def render_page(page: PageData) -> str:
         ("caution", "Caution", True),
         ("training", "Training", values["training"]),
         ("clusters", "Clusters", True),
+        ("levels", "Levels", values["trees"]),
         ("gallery", "Gallery", values["card_groups"]),
         ("pairs", "Confused", values["pairs"]),
         ("look", "Look first", values["looks"]),
