@@ -9,6 +9,7 @@ from cdc_plugin.checkpoints.formats import native
 from cdc_plugin.checkpoints.load import Loaded, Wanted, load_checkpoint
 from cdc_plugin.checkpoints.read import find_run
 from cdc_plugin.checkpoints.weights import load_strictly, strip_prefix
+from cdc_plugin.core.hierarchy import read_hierarchy
 from cdc_plugin.core.torch_defaults import torch_defaults
 from cdc_plugin.data.side import read_side
 from cdc_plugin.errors import CheckpointError
@@ -44,7 +45,9 @@ def load_model(
         load_strictly(network, strip_prefix(tensors, "backbone."), str(path))
         backbone = Backbone(network, **read_side(description["backbone"]))
     heads = native.rebuild_heads(description, tensors, backbone.feature_dim, str(path))
-    return Clusterer(backbone, *heads, native.rebuild_prototypes(tensors, backbone.feature_dim, str(path))).eval()
+    prototypes = native.rebuild_prototypes(tensors, backbone.feature_dim, str(path))
+    hierarchy = read_hierarchy(description.get("hierarchy"), int(heads[1].clusters), str(path))  # type: ignore[arg-type]
+    return Clusterer(backbone, *heads, prototypes, hierarchy).eval()
 
 
 def is_result(path: Path) -> bool:

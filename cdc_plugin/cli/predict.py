@@ -6,16 +6,18 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdc_plugin.cli import common
-from cdc_plugin.errors import ConfigError, flatten, say
+from cdc_plugin.errors import ConfigError, flatten, join_words, say
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cdc_plugin.evaluation.models import EvaluatedModel
+    from cdc_plugin.evaluation.new_kinds import NewKinds
     from cdc_plugin.evaluation.predict import Prediction, Predictor
     from cdc_plugin.metrics.confidence import Acceptance
 
@@ -25,6 +27,8 @@ EPILOG = """examples:
   cdc-predict --model runs/photos --data new_photos/ --out new.csv --min-confidence 0.9
   cdc-predict --model runs/photos --data new_photos/ --out new.parquet --target-accuracy 0.95
   cdc-predict --model runs/photos --data new_photos/ --out sorted/ --to folders
+  cdc-predict --model runs/photos --data new_photos/ --out new.csv --level 3  # in three groups of clusters
+  cdc-predict --model runs/photos --data new_photos/ --out new.csv --new-kinds  # what no cluster fits, in groups
   cdc-predict --model runs/photos --data new_photos/ --out check/ --audit 100  # 100 images to check by hand
   cdc-predict --answers check/  # what the answers say of the accuracy
 
@@ -44,6 +48,8 @@ def predict_parser() -> argparse.ArgumentParser:
     common.add_settings(what, "data", help="folder, image, .npz, .npy, tar shards or hf:NAME:SPLIT")
     common.add_features(what)
     common.add_settings(what, "head", "device")
+    merged = "merge the clusters to N groups, from coarse to fine as report.html draws them (columns cluster and leaf)"
+    what.add_argument("--level", type=int, metavar="N", help=merged)
     what.add_argument(
         "--batch-size", type=int, default=256, metavar="B", help="images at once (default 256, fewer large ones)"
     )
@@ -59,6 +65,10 @@ def predict_parser() -> argparse.ArgumentParser:
     sure.add_argument("--min-confidence", type=float, metavar="P", help="those at least so sure, such as 0.9")
     largest = "as many as possible, so that their mean confidence reaches P, such as 0.95"
     sure.add_argument("--target-accuracy", type=float, metavar="P", help=largest)
+
+    kinds = parser.add_argument_group("what no cluster fits")
+    grouped = "collect images that no cluster fits in groups (column new_kind), and show them on a page beside --out"
+    kinds.add_argument("--new-kinds", action="store_true", help=grouped)
 
     check = parser.add_argument_group("check by hand")
     drawn = "write N images, drawn by confidence, to the folder --out"
@@ -93,7 +103,12 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
         def start() -> tuple[EvaluatedModel, Predictor]:
             device = choose_device(options.device)
             subject = open_model(options.model, head=options.head)
-            return subject, prepare(subject.model, data, device, options.batch_size)
+            if options.new_kinds and subject.model.prototypes is None:
+                raise ConfigError(
+                    f"--new-kinds needs a model that knows what is typical of its clusters, as cdc-refine writes it; "
+                    f"type: cdc-refine --backbone {options.model} --data DATA, or leave --new-kinds out"
+                )
+            return subject, prepare(subject.model, data, device, options.batch_size, options.level, options.new_kinds)
 
         folder = choose_parts_folder(Path(options.out))
         with init_distributed() as distributed:
@@ -105,14 +120,24 @@ def predict_command(arguments: Sequence[str] | None = None) -> None:
             found = predict_in_parts(predictor, folder, distributed, show_progress)
         if found is None:
             return
-        chosen, outlier = None, found.column("outlier")
+        kinds, outside = None, found.column("outlier")
+        if options.new_kinds and subject.model.prototypes is not None:
+            from cdc_plugin.evaluation.new_kinds import find_new_kinds
+
+            kinds = find_new_kinds(found, subject.model.prototypes, options.seed)
+            outside = (kinds.kind >= 0) if outside is None else outside | (kinds.kind >= 0)
+        chosen = None
         if options.min_confidence is not None:
-            chosen = accept_inside(outlier, found.confidence, accept_above, options.min_confidence)
+            chosen = accept_inside(outside, found.confidence, accept_above, options.min_confidence)
         elif options.target_accuracy is not None:
-            chosen = accept_inside(outlier, found.confidence, accept_to_target, options.target_accuracy)
-        more = {} if chosen is None else {"selected": chosen.mask}
+            chosen = accept_inside(outside, found.confidence, accept_to_target, options.target_accuracy)
+        more: dict[str, NDArray[Any]] = {} if chosen is None else {"selected": chosen.mask}
+        if kinds is not None:
+            more["new_kind"] = kinds.kind
         if options.audit is None:
             _write(options, found, more, folder)
+            if kinds is not None:
+                _write_kinds(options, found, more, data, kinds, subject)
         else:
             _write_audit(options, found, more, data)
         _print_outcome(found, chosen)
@@ -133,6 +158,14 @@ def _check(options: argparse.Namespace) -> None:
     if options.batch_size < 1:
         raise ConfigError(f"--batch-size takes at least 1 image; found {options.batch_size}")
     out = Path(options.out)
+    if options.new_kinds:
+        from cdc_plugin.evaluation.new_kinds import check_page
+
+        if options.audit is not None:
+            raise ConfigError(
+                "--audit and --new-kinds write pages of their own; leave one out, or predict a second time"
+            )
+        check_page(out, options.overwrite)
     if options.audit is not None:
         from cdc_plugin.evaluation.audit.write import check_audit
 
@@ -177,23 +210,52 @@ def _write(options: argparse.Namespace, found: Prediction, more: dict[str, NDArr
 
 
 def _write_audit(options: argparse.Namespace, found: Prediction, more: dict[str, NDArray[Any]], data: Any) -> None:
-    from cdc_plugin.data.stream import read_images
     from cdc_plugin.evaluation.audit.write import write_audit
     from cdc_plugin.evaluation.records import concatenate_tables
 
     folder = Path(options.out)
     table, source = concatenate_tables(found.tables(**more)), f"{found.source} by {options.model}"
 
-    def read(rows: NDArray[Any]) -> Any:
-        if options.features:
-            return [data.picture(place) for place in found.positions[rows]]
-        return read_images(options.data, AUDIT_SIDE, found.positions[rows])
-
+    read = partial(_read_pictures, options, found, data)
     how = options.audit, options.seed, read, source, options.overwrite
     files = write_audit(folder, table, *how, found.noun)
     count = len(found.confidence)
     print(f"{min(options.audit, count):,} of {count:,} {found.noun}s to check by hand: {', '.join(map(str, files))}")
     print(f"open {files[-1]} in a browser, answer, save to the same folder, then: cdc-predict --answers {folder}")
+
+
+def _read_pictures(options: argparse.Namespace, found: Prediction, data: Any, rows: NDArray[Any]) -> Any:
+    """Return the pixels of some rows of the table, None for samples without a picture."""
+    if options.features:
+        return [data.picture(place) for place in found.positions[rows]]
+    from cdc_plugin.data.stream import read_images
+
+    return read_images(options.data, AUDIT_SIDE, found.positions[rows])
+
+
+def _write_kinds(
+    options: argparse.Namespace,
+    found: Prediction,
+    more: dict[str, NDArray[Any]],
+    data: Any,
+    kinds: NewKinds,
+    subject: EvaluatedModel,
+) -> None:
+    """Write the page of new kinds, if there are any, and say what to type next."""
+    from cdc_plugin.evaluation.new_kinds import write_page
+    from cdc_plugin.evaluation.records import concatenate_tables
+
+    print(kinds.describe())
+    if not kinds.sizes:
+        return
+    clusters = subject.model.clusters + len(kinds.sizes)
+    inputs = ["--features", "OLD_AND_NEW.npy"] if options.features else ["--data", "OLD_AND_NEW"]
+    words = ["cdc-refine", "--backbone", options.model, *inputs, "--clusters", clusters, "--init", "grow"]
+    command = join_words(words)
+    facts = [("images", f"{len(kinds.kind):,} from {found.source}"), ("model", str(options.model))]
+    table, read = concatenate_tables(found.tables(**more)), partial(_read_pictures, options, found, data)
+    page = write_page(Path(options.out), table, kinds, read, facts, command)
+    print(f"look at {page}; to give them clusters of their own, put old and new images in one place, then: {command}")
 
 
 def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:

@@ -118,6 +118,14 @@ def choose_init(requested: str | None, head_clusters: Sequence[int], clusters: i
     ('keep', 'prototypes')
     """
     sizes = set(head_clusters)
+    if requested == "grow" and not (sizes and clusters >= max(sizes)):
+        grow, known = option("init", "grow"), ", ".join(map(str, sorted(sizes)))
+        if not sizes:
+            raise ConfigError(f"{grow} needs a checkpoint with a clustering head, this one is a backbone; leave it out")
+        raise ConfigError(
+            f"{grow} adds clusters to the {known} of the old model, {option('clusters', clusters)} are fewer; take "
+            f"{option('clusters', max(sizes) + 1)} or more"
+        )
     if requested == "keep" and sizes != {clusters}:
         keep, known = option("init", "keep"), ", ".join(map(str, sorted(sizes)))
         if not sizes:

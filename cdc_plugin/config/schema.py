@@ -88,9 +88,10 @@ class RefineConfig:
     )
     init: str | None = setting(
         None,
-        "how the heads start: keep those of an old clustering model, prototypes or random",
+        "how the heads start: keep those of an old clustering model, grow (keep them, and add clusters for new kinds "
+        "of images), prototypes or random",
         auto="keep where there are any, else prototypes",
-        choices=("keep", "prototypes", "random"),
+        choices=("keep", "grow", "prototypes", "random"),
         metavar="HOW",
     )
     trust_checkpoint: bool = setting(False, "open pickled modules, which runs the code in them")
@@ -257,7 +258,16 @@ INPUT_FACTS = ("mean", "std", "input_size")
 # states the inputs as well. Everything else is for the command line or the caller alone: what lowers a guard
 # (trust_checkpoint, partial_weights), where results go (out, track) and which device computes.
 METHOD_SETTINGS = (
-    *("clusters", "clusters_between", "mini_clusters", "hidden", "entropy_weight", "heads", "stop_gradient", "calibration"),
+    *(
+        "clusters",
+        "clusters_between",
+        "mini_clusters",
+        "hidden",
+        "entropy_weight",
+        "heads",
+        "stop_gradient",
+        "calibration",
+    ),
     *(
         "calibration_strength",
         "level",

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 # Purposes of random numbers: generator(seed, PURPOSE, ...).
-ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY, REVIEW, PROBE, NEIGHBOURS, COUNT = range(1, 12)
+ORDER, TRAINING, INITIALISATION, VIEWS, AUGMENTATION, FINAL, QUALITY, REVIEW, PROBE, NEIGHBOURS = range(1, 11)
+KINDS, COUNT = 11, 12
 
 
 def generator(*parts: int) -> torch.Generator:

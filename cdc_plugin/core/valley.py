@@ -30,7 +30,8 @@ def measure_valley(first: Tensor, second: Tensor, generator: torch.Generator) ->
     places, weights = [], []
     for seen in (0, 1):
         learnt, asked = (
-            [group[half[turn]] for group, half in zip((first, second), halves, strict=True)] for turn in (seen, 1 - seen)
+            [group[half[turn]] for group, half in zip((first, second), halves, strict=True)]
+            for turn in (seen, 1 - seen)
         )
         if min(map(len, (*learnt, *asked))) < 2:
             return 1.0

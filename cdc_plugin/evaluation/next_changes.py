@@ -6,28 +6,29 @@ import torch
 from torch import Tensor
 
 from cdc_plugin.core.cluster_count import DIRECTIONS
+from cdc_plugin.core.hierarchy import Hierarchy
 from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import QUALITY, generator
-from cdc_plugin.core.valley import compare_neighbours, cut_groups
+from cdc_plugin.core.valley import cut_groups, measure_valley
 
 SEEN = 5000  # rows that are looked at; more give the same answer
 SHOWN = 4  # examples of each side
 
 
-def find_next_changes(features: Tensor, assignment: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Return the two clusters with the least valley between them, and the cluster with the deepest inside.
+def find_next_changes(features: Tensor, assignment: Tensor, rows: Tensor, hierarchy: Hierarchy) -> dict[str, Any]:
+    """Return the two clusters that the hierarchy merges first, and the cluster with the deepest valley inside.
 
     Features (n, D) and clusters (n,) are those of the images ``rows`` (n,), whose numbers the examples bear.
     """
     chosen = torch.linspace(0, len(features) - 1, min(SEEN, len(features))).long()
     points = principal_components(features[chosen])[:, :DIRECTIONS].contiguous()
     clusters, places, randomness = assignment[chosen], rows[chosen], generator(0, QUALITY)
-    pairs = compare_neighbours(points, clusters, randomness)
     cuts = cut_groups(points, clusters, randomness)
     merge, split = None, None
-    if pairs:
-        both, valley = max(pairs.items(), key=lambda item: item[1])
-        sides = [clusters == number for number in both]
+    both = hierarchy.merges[0]
+    sides = [clusters == number for number in both]
+    if all(side.any() for side in sides):
+        valley = measure_valley(*(points[side] for side in sides), randomness)
         merge = {"clusters": list(both), "valley": valley, "examples": _show(points, places, sides)}
     number, (valley, half) = min(cuts.items(), key=lambda item: item[1][0])
     if valley < 1:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.agreement import agreement
 from cdc_plugin.core.estimate import EMBEDDED, FROZEN, TRAINED, Estimate, estimate_accuracy, fit_temperature
+from cdc_plugin.core.hierarchy import build_hierarchy
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import FINAL, PROBE, QUALITY, generator
@@ -97,6 +98,7 @@ def finish_run(run: Run, seconds: float) -> Report:
     )
     rows, sample = features.sample(settings.clusters, randomness)
     model.prototypes = fit_prototypes(rows, assignment[sample], settings.clusters)
+    model.hierarchy = build_hierarchy(rows, torch.from_numpy(calibration)[sample])
     distance = features.map(model.prototypes.distance).numpy()
     randomness = generator(settings.seed, QUALITY)
     most = max(LEAST_SEEN, images.count // 8) if settings.freeze_backbone else AUGMENTED_IMAGES
@@ -129,8 +131,9 @@ def finish_run(run: Run, seconds: float) -> Report:
         "old_model": old,
         "label_free": card,
         "count": run.count,
-        "next_changes": find_next_changes(rows, assignment[sample], sample),
+        "next_changes": find_next_changes(rows, assignment[sample], sample, model.hierarchy),
         "spaces": measure_spaces(run, features, assignment),
+        "hierarchy": model.hierarchy.record(),
         "seconds": round(seconds, 1),
     }
     more = {"trusted": find_trusted(calibration), "distance": distance, "outlier": distance > model.prototypes.limit}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from cdc_plugin.checkpoints.infer.resolve import resolve_input
@@ -32,7 +33,8 @@ from cdc_plugin.training.prepare import check_source
 INFER_COUNT, CHECK_COUNT = 2048, 64
 LARGEST_BATCH = 256 * 256 * 256 * 3  # bytes: fewer images where they are large
 
-MARKS = "marks"  # a column of parts that is not in the table: fingerprints, for blank images and copies
+# Columns of parts that are not in the table: fingerprints, for blank images and copies, and features of unit length.
+MARKS, FEATURES = "marks", "features"
 
 
 class PredictionPart(NamedTuple):
@@ -61,7 +63,8 @@ class Prediction:
             if len(part.positions):
                 end = start + len(part.positions)
                 columns = part.columns | {name: values[start:end] for name, values in more.items()}
-                columns.pop(MARKS, None)
+                for hidden in (MARKS, FEATURES):
+                    columns.pop(hidden, None)
                 yield build_table([self.names[position] for position in part.positions], columns, name_column)
                 start = end
 
@@ -100,6 +103,8 @@ class Predictor:
     settings: ViewSettings
     device: torch.device
     batch_size: int  # images that are read and computed at once
+    groups: NDArray[np.int64] | None = None  # (C,) that the clusters are merged to, if they are
+    keep_features: bool = False  # in the parts, as half precision
 
     def predict_parts(self, ranges: Sequence[range], progress: Progress | None = None) -> Iterator[PredictionPart]:
         """Predict ascending, non-empty ranges of the source and yield one part for each, in order."""
@@ -116,7 +121,7 @@ class Predictor:
                 positions, columns = [], []
             positions.append(chunk.places)
             try:
-                columns.append(_compute_columns(self.model, chunk.squares, self.settings, self.device))
+                columns.append(_compute_columns(self, chunk.squares))
             except torch.OutOfMemoryError as error:
                 smaller = option("batch_size", max(self.batch_size // 2, 1))
                 raise UserError(
@@ -151,33 +156,44 @@ class Predictor:
         return PredictionPart(np.concatenate([np.empty(0, np.int64), *positions]), joined, unreadable[first:after])
 
 
-def prepare(model: Clusterer, data: Any, device: torch.device, batch_size: int = CHUNK) -> Predictor:
-    """Open what ``open_images`` takes, and infer from some images what the checkpoint left open; changes the model."""
+def prepare(
+    model: Clusterer,
+    data: Any,
+    device: torch.device,
+    batch_size: int = CHUNK,
+    level: int | None = None,
+    keep_features: bool = False,
+) -> Predictor:
+    """Open what ``open_images`` takes, and infer from some images what the checkpoint left open; changes the model.
+
+    ``level`` is how many groups the clusters are merged to.
+    """
+    groups = None if level is None else model.groups(level)
     check_source(model.backbone, data)
     model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     stream = open_stream(data, storage_size(model.backbone.input_size))
     if stream.side:
         model.backbone = resolve_input(model.backbone, _read_sample(model, stream))
         batch_size = min(batch_size, images_per_pass(model.backbone.input_size, device), _images_per_read(stream))
-    return Predictor(model, stream, view_settings(model.backbone), device, batch_size)
+    return Predictor(model, stream, view_settings(model.backbone), device, batch_size, groups, keep_features)
 
 
 @torch.no_grad()
-def _compute_columns(
-    model: Clusterer, squares: NDArray[Any], settings: ViewSettings, device: torch.device
-) -> dict[str, NDArray[Any]]:
+def _compute_columns(predictor: Predictor, squares: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """Return the columns of the table for a chunk of images (n, S, S, 3), or of vectors (n, D)."""
-    rows = torch.from_numpy(squares).to(device)
-    views = rows if rows.ndim == 2 else plain_view(rows.permute(0, 3, 1, 2), settings)
+    model, rows = predictor.model, torch.from_numpy(squares).to(predictor.device)
+    views = rows if rows.ndim == 2 else plain_view(rows.permute(0, 3, 1, 2), predictor.settings)
     features = model.backbone(channels_last(views)).float()
     calibration = head_probabilities(model.calibration_head, features)
     one_head = model.clustering_head is model.calibration_head
     clustering = calibration if one_head else head_probabilities(model.clustering_head, features)
-    columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration))
+    columns: dict[str, NDArray[Any]] = dict(compute_prediction_columns(clustering, calibration, predictor.groups))
     if squares.ndim == 4:
         columns[MARKS] = fingerprint(squares)
     if model.prototypes is not None:
         columns |= compute_outlier_columns(model.prototypes, features)
+    if predictor.keep_features:
+        columns[FEATURES] = F.normalize(features, dim=1).half().cpu().numpy()
     return columns
 
 

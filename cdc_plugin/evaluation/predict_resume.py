@@ -158,6 +158,8 @@ def describe_inputs(predictor: Predictor) -> dict[str, str | int]:
     return {
         "program": __version__,
         "model": compute_digest(_describe_model(predictor.model)),
+        "level": 0 if predictor.groups is None else int(predictor.groups.max()) + 1,
+        "features": int(predictor.keep_features),
         "data": _hash_data(predictor.stream),
         "images": len(predictor.stream),
         "images per part": PART,

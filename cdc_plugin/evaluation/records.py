@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cdc_plugin.config.recipes import DEMO_BACKBONE
 from cdc_plugin.config.schema import RefineConfig
+from cdc_plugin.core.hierarchy import sum_groups
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.data.atomic import join_csv, open_atomically
 from cdc_plugin.data.images import ImageSet
@@ -121,8 +122,24 @@ def build_prediction_table(
     return build_table(names, {**compute_prediction_columns(clustering, calibration), **(more or {})})
 
 
-def compute_prediction_columns(clustering: Probabilities, calibration: Probabilities) -> Columns:
-    """Return the two most likely clusters, of equal ones the lower number first, and confidences, of rows (N, C)."""
+def compute_prediction_columns(
+    clustering: Probabilities, calibration: Probabilities, groups: Integers | None = None
+) -> Columns:
+    """Return the two most likely clusters, of equal ones the lower number first, and confidences, of rows (N, C).
+
+    With the ``groups`` (C,) of a coarser level they are groups, and the most likely cluster itself comes last.
+
+    >>> probabilities = np.array([[0.4, 0.35, 0.25]], dtype=np.float32)
+    >>> columns = compute_prediction_columns(probabilities, probabilities, np.array([0, 1, 1]))
+    >>> [round(float(columns[name][0]), 2) for name in ("cluster", "confidence", "leaf", "leaf_confidence")]
+    [1.0, 0.6, 0.0, 0.4]
+    """
+    if groups is not None:
+        own = {"leaf": calibration.argmax(axis=1), "leaf_confidence": calibration.max(axis=1)}
+        return compute_prediction_columns(sum_groups(clustering, groups), sum_groups(calibration, groups)) | own
+    clusters = calibration.shape[1]
+    if clusters == 1:  # the coarsest level of a model has no second group: nothing is left for it
+        calibration = np.pad(calibration, ((0, 0), (0, 1)))
     first_two = np.empty((len(calibration), 2), dtype=np.int64)
     for start in range(0, len(calibration), BLOCK):  # the order of all clusters is larger than the probabilities
         rows = slice(start, start + BLOCK)
@@ -132,7 +149,7 @@ def compute_prediction_columns(clustering: Probabilities, calibration: Probabili
         "cluster": first_two[:, 0],
         "confidence": probabilities[:, 0],
         "clustering_confidence": clustering.max(axis=1),
-        "second_cluster": first_two[:, 1],
+        "second_cluster": first_two[:, 1].clip(max=clusters - 1),
         "second_confidence": probabilities[:, 1],
     }
 

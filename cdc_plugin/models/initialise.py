@@ -6,15 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cdc_plugin.core.kinds import SAMPLE, find_kinds
 from cdc_plugin.core.kmeans import kmeans
+from cdc_plugin.core.mahalanobis import Prototypes, fit_prototypes
 from cdc_plugin.core.prototypes import BATCHNORM_EPSILON, STARTS, HeadWeights, fit_prototype_head, standardize_rows
 from cdc_plugin.core.random_streams import fork_rng
+from cdc_plugin.errors import ConfigError, option
 from cdc_plugin.models.heads import ClusterHead, LayeredHead
 
 RefineCenters = Callable[[Tensor], Tensor]
+FITTING_STEPS, ROW_PENALTY = 60, 1e-3  # of the rows of new clusters
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,17 @@ def build_initial_heads(
     hidden: int,
     generator: torch.Generator,
     refine_centers: RefineCenters | None = None,
+    prototypes: Prototypes | None = None,
 ) -> InitialHeads:
-    """Build both heads on (N, D) features: ``prototypes`` (Sec. 3.3), ``keep`` those of an old model, or ``random``.
+    """Build both heads on (N, D) features: ``prototypes`` (Sec. 3.3), ``keep`` or ``grow`` old ones, or ``random``.
 
     With the ``old_probs`` (N, C') of an old model, prototype clusters take the numbers of those of its clusters that
     they share most samples with; ``refine_centers`` as in `core.prototypes.fit_prototype_head`.
     """
     if init == "keep":
         return keep_old_heads(old_heads, features, hidden, generator, refine_centers)
+    if init == "grow":
+        return grow_old_heads(old_heads, features, clusters, hidden, generator, prototypes)
     if init == "random":
         return build_random_heads(features, clusters, hidden, generator)
     weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers)
@@ -67,6 +75,77 @@ def keep_old_heads(
     weights = fit_prototype_head(features, clusters, max(hidden, 2 * clusters), generator, refine_centers)
     first, last = (_keep_head(head, weights, features) for head in (heads[0], heads[-1]))
     return InitialHeads(first, last, weights.partition, weights.centers)
+
+
+def grow_old_heads(
+    heads: tuple[nn.Module, ...],
+    features: Tensor,
+    clusters: int,
+    hidden: int,
+    generator: torch.Generator,
+    prototypes: Prototypes | None = None,
+) -> InitialHeads:
+    """Keep the old model's clusters with their numbers and logits; add others for new kinds among (N, D) features.
+
+    ``prototypes`` are those of the old clusters, fitted to the features if left out.
+    """
+    kept = keep_old_heads(heads, features, hidden, generator)
+    first, last = kept.clustering.eval(), kept.calibration.eval()
+    old = int(last.clusters)  # type: ignore[arg-type]
+    if old == clusters:
+        return kept
+    if prototypes is None:
+        with torch.no_grad():
+            prototypes = fit_prototypes(features, last(features).argmax(dim=1), old)
+    sample = features[torch.linspace(0, len(features) - 1, min(len(features), SAMPLE)).long()]
+    kind, _ = find_kinds(sample, prototypes, generator, wanted=clusters - old).assign(features.cpu())
+    first, last = (add_clusters(head, features, kind.to(features.device), clusters - old) for head in (first, last))
+    partition = kmeans(standardize_rows(features), clusters, generator, starts=STARTS)
+    return InitialHeads(first, last, partition.assignment, partition.centers)
+
+
+def add_clusters(head: nn.Module, features: Tensor, kind: Tensor, count: int) -> LayeredHead:
+    """Return a head with ``count`` more clusters for the kinds (N,), from 0, of features (N, D); -1 is an old cluster.
+
+    The old logits stay as they are. The new rows begin as prototypes, the mean hidden units of a kind, and are fitted
+    so that every kind is told from the others and from the old clusters.
+    """
+    if not (isinstance(head, LayeredHead) and isinstance(head[-1], nn.Linear)):
+        raise ConfigError(f"{option('init', 'grow')} takes heads that end in a linear layer; leave it out")
+    outer = head[-1]
+    with torch.no_grad():
+        hidden = head.hidden(features)
+        logits = head.logits(hidden)
+        means = [
+            hidden[kind == number].mean(dim=0) if (kind == number).any() else 0 * hidden[0] for number in range(count)
+        ]
+        prototypes = F.normalize(torch.stack(means) - hidden.mean(dim=0), dim=1)
+        targets = torch.where(kind < 0, logits.argmax(dim=1), head.clusters + kind)
+    rows = fit_rows(hidden, logits, targets, prototypes)
+    bias = torch.zeros_like(outer.weight[:, 0]) if outer.bias is None else outer.bias
+    last, state = len(head) - 1, head.state_dict()
+    state[f"{last}.weight"] = torch.cat([outer.weight.detach(), rows[:, :-1]])
+    state[f"{last}.bias"] = torch.cat([bias.detach(), rows[:, -1]])
+    grown = _widen(head, count).to(features.device)
+    grown.load_state_dict(state)
+    return grown.eval()
+
+
+def fit_rows(hidden: Tensor, logits: Tensor, targets: Tensor, start: Tensor) -> Tensor:
+    """Return rows (K, H + 1), biases last, that beside fixed logits (N, C) tell targets (N,) by hidden units (N, H)."""
+    rows = torch.cat([start, logits.mean().expand(len(start), 1)], dim=1).requires_grad_()
+    optimizer = torch.optim.LBFGS([rows], max_iter=FITTING_STEPS, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        new = hidden @ rows[:, :-1].T + rows[:, -1]
+        value = F.cross_entropy(torch.cat([logits, new], dim=1), targets) + ROW_PENALTY * rows[:, :-1].square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    return rows.detach()
 
 
 def build_random_heads(features: Tensor, clusters: int, hidden: int, generator: torch.Generator) -> InitialHeads:
@@ -119,6 +198,14 @@ def match_cluster_numbers(
     taken = {int(n): int(c) for c, n in zip(rows, columns, strict=True) if c < clusters and n < clusters}
     spare = iter(sorted(set(range(clusters)) - set(taken.values())))
     return np.array([taken[n] if n in taken else next(spare) for n in range(clusters)])
+
+
+def _widen(head: LayeredHead, count: int) -> LayeredHead:
+    """Build a head of the same kind with so many more clusters, and random weights."""
+    if isinstance(head, ClusterHead):
+        return ClusterHead(head.layers[0][1], head.spec["hidden"], head.clusters + count)
+    kind, inputs, outputs, *_ = head.layers[-1]
+    return LayeredHead([*head.layers[:-1], [kind, inputs, outputs + count]])
 
 
 def _keep_head(head: nn.Module, weights: HeadWeights, features: Tensor) -> nn.Module:

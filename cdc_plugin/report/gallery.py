@@ -374,13 +374,16 @@ def make_thumbnails(
     """Make a thumbnail for every index; an image that comes up again is read and encoded once."""
     uris: dict[int, str] = {}  # one image at a time, so that a memory map on disk stays there
     for index in sorted(set(indices)):
-        pixels = images.picture(index)
-        data = b"" if pixels is None else base64.b64encode(encode(pixels, size))
-        uris[index] = f"data:image/jpeg;base64,{data.decode('ascii')}" if data else ""
+        uris[index] = encode_picture(images.picture(index), size)
     return [
         Thumbnail(uris[index], shorten(images.names[index]), caption)
         for index, caption in zip(indices, captions, strict=True)
     ]
+
+
+def encode_picture(pixels: NDArray[np.uint8] | None, size: ThumbnailSize) -> str:
+    """Return an image (H, W, 3) as a data URI, empty for a sample without a picture."""
+    return "" if pixels is None else f"data:image/jpeg;base64,{base64.b64encode(encode(pixels, size)).decode('ascii')}"
 
 
 def fingerprint(pixels: NDArray[np.uint8] | None) -> NDArray[np.float32]:

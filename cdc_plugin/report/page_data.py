@@ -27,7 +27,8 @@ class PageData:
     settings: str | None = None  # YAML of the run
     command: str | None = None  # what to type to get this again
     outside: list[dict[str, Any]] = field(default_factory=list)  # OOD: data, images, scores of each kind
-    old_model: dict[str, Any] | None = None  # report.json's, as the next two
+    old_model: dict[str, Any] | None = None  # report.json's, as the next three
+    hierarchy: dict[str, Any] | None = None
     count: dict[str, Any] | None = None
     next_changes: dict[str, Any] = field(default_factory=dict)
 

@@ -26,6 +26,7 @@ from cdc_plugin.report.charts import (
 )
 from cdc_plugin.report.gallery import cluster_cards, confused_pairs, look_first, show_changes
 from cdc_plugin.report.page_data import ClusterFigures, FigureRow, PageData
+from cdc_plugin.report.tree import draw_trees
 from cdc_plugin.report.words import (
     TARGET,
     TITLES,
@@ -119,6 +120,7 @@ def collect_page(
         old_model=old,
         count=metrics.get("count"),
         next_changes=metrics.get("next_changes") or {},
+        hierarchy=metrics.get("hierarchy"),
     )
 
 
@@ -174,6 +176,7 @@ def render_page(page: PageData) -> str:
         "cluster_drawing": cluster_chart(clusters),
         "card_groups": [cards[start : start + together] for start in range(0, len(cards), together)],
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
+        "trees": draw_trees(page.hierarchy, clusters, cards),
         "pairs": confused_pairs(page),
         "carded": {card.number for card in cards},
         "looks": look_first(page),
@@ -194,6 +197,7 @@ def render_page(page: PageData) -> str:
         ("caution", "Caution", True),
         ("training", "Training", values["training"]),
         ("clusters", "Clusters", True),
+        ("levels", "Levels", values["trees"]),
         ("gallery", "Gallery", values["card_groups"]),
         ("pairs", "Confused", values["pairs"]),
         ("number", "How many", values["changes"] or values["count"]),

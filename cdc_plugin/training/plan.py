@@ -73,7 +73,11 @@ def plan_run(request: RefineConfig) -> tuple[ResolvedConfig, list[str]]:
         f"backbone: {parameters:,} parameters, {backbone.feature_dim} features"
         + ("" if backbone.takes_features else f", input {backbone.input_size} px")
         + (f"; inferred: {', '.join(backbone.inferred)}" if backbone.inferred else ""),
-        *([SEARCHED.format(*request.clusters_between)] if request.clusters is None and request.clusters_between else []),
+        *(
+            [SEARCHED.format(*request.clusters_between)]
+            if request.clusters is None and request.clusters_between
+            else []
+        ),
         f"training: {epochs} of {len(sizes)} batches of about {sizes[0]} {images.noun}s, "
         f"{steps} steps per epoch, on {choose_device(request.device)}",
         *estimate_cost(settings, backbone, images.count),

@@ -19,6 +19,7 @@ from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, ch
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
 from cdc_plugin.core.cluster_count import Count
 from cdc_plugin.core.losses import check_calibration
+from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
 from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, Survey, digest_image_list, open_images
@@ -242,11 +243,17 @@ def check_processes(settings: ResolvedConfig, processes: int) -> None:
 def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
     """Return both heads, from prototypes (Sec. 3.3) or as asked for, and the settings with a fitting augmentation."""
     settings, features, device = prepared.settings, prepared.features, prepared.runtime.device
-    source = {"keep": "the old model's heads", "random": "chance"}.get(settings.init, "prototypes")
-    words, noun = "initialising %d clusters by %s, on the features of %d %ss", prepared.images.noun
-    log.info(words, settings.clusters, source, len(features), noun)
+    sources = {"keep": "the old model's heads", "grow": "the old model's heads and new kinds", "random": "chance"}
+    words, source = (
+        "initialising %d clusters by %s, on the features of %d %ss",
+        sources.get(settings.init, "prototypes"),
+    )
+    log.info(words, settings.clusters, source, len(features), prepared.images.noun)
     randomness = generator(settings.seed, INITIALISATION)
-    heads = start_heads(settings.init, settings, features, randomness, device, prepared.loaded.heads, prepared.old)
+    loaded = prepared.loaded
+    heads = start_heads(
+        settings.init, settings, features, randomness, device, loaded.heads, prepared.old, loaded.prototypes
+    )
     randomness = generator(settings.seed, AUGMENTATION)
     asked = prepared.request.augment
     if settings.freeze_backbone and not settings.frozen_views:  # views serve the quality card alone
@@ -269,6 +276,7 @@ def start_heads(
     device: torch.device,
     old_heads: tuple[nn.Module, ...] = (),
     old_probs: NDArray[np.float32] | None = None,
+    prototypes: Prototypes | None = None,
 ) -> InitialHeads:
     """Return both heads as `build_initial_heads` does, for any number of images."""
     rows, chosen = features.sample(settings.clusters, randomness)
@@ -278,7 +286,7 @@ def start_heads(
     old = None if old_probs is None else old_probs[chosen.numpy()]
     refine = None if complete else partial(refine_over_all, features)
     clusters, hidden = settings.clusters, settings.hidden
-    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, refine)
+    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, refine, prototypes)
     if not complete and heads.centers is not None:
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
     return heads

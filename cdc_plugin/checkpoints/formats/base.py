@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from cdc_plugin.checkpoints.read import Checkpoint
+from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.models.backbone import Backbone
 
 
@@ -43,6 +44,7 @@ class Loaded:
     matched: float = 1.0  # share of the backbone's weights that the checkpoint has; below 1 only if the user allowed it
     format: str = ""
     head_clusters: tuple[int, ...] = ()
+    prototypes: Prototypes | None = None  # of the clusters, in a result of cdc-refine
 
 
 @dataclass(frozen=True)

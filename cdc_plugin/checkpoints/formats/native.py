@@ -177,9 +177,11 @@ def load_native(checkpoint: Checkpoint, wanted: Wanted) -> Loaded:
             _check_weights(description, checkpoint.path)
     backbone = rebuild_backbone(description, checkpoint.state, str(checkpoint.path))
     heads: tuple[nn.Module, ...] = ()
+    prototypes = None
     if description.get("heads"):  # others may write a backbone alone
+        prototypes = rebuild_prototypes(checkpoint.state, backbone.feature_dim, str(checkpoint.path))
         heads = rebuild_heads(description, checkpoint.state, backbone.feature_dim, str(checkpoint.path))
     provenance = payload_fields(description.get("provenance"))
     why = dict.fromkeys(("mean", "std", "input_size"), f"stated in {name}")
     writer = "cdc-pretrain" if provenance.get("tool") == "cdc-pretrain" else "cdc-refine"
-    return Loaded(backbone, Origin(writer, whole_number(provenance.get("epochs")), why), heads)
+    return Loaded(backbone, Origin(writer, whole_number(provenance.get("epochs")), why), heads, prototypes=prototypes)

@@ -4,6 +4,7 @@ OUT/links.csv              every link with its row of the table
 OUT/cluster 03/            links to its images
 OUT/cluster 03/unsure/     those not selected, if the table has that column
 OUT/outliers/              those unlike the images of the run, if the table has that column
+OUT/new kind 00/           those of a new kind, outliers or not, if the table has that column
 """
 
 import csv
@@ -21,7 +22,7 @@ from cdc_plugin.errors import OutputError
 from cdc_plugin.evaluation.writers.files import name_clusters
 
 LINKS = "links.csv"
-OUTLIERS, UNSURE = "outliers", "unsure"
+OUTLIERS, UNSURE, NEW_KIND = "outliers", "unsure", "new kind {:02d}"
 # Errors of a file system or an operating system that does not support such a link.
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EINVAL)
 
@@ -97,6 +98,9 @@ def _choose_folders(table: np.recarray) -> list[str]:
         folders[~table["selected"]] += f"/{UNSURE}"
     if "outlier" in columns:
         folders[table["outlier"]] = OUTLIERS
+    if "new_kind" in columns:
+        new = table["new_kind"] >= 0
+        folders[new] = [NEW_KIND.format(kind) for kind in table["new_kind"][new].tolist()]
     return folders.tolist()
 
 

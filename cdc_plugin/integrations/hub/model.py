@@ -66,9 +66,9 @@ class CalibratedClusterer(nn.Module, PyTorchModelHubMixin, library_name=LIBRARY,
         normalised = (images - backbone.mean.view(1, 3, 1, 1)) / backbone.std.view(1, 3, 1, 1)
         return F.softmax(self.clusterer(normalised), dim=1)
 
-    def predict_proba(self, images: Any, batch_size: int = 256) -> NDArray[np.float32]:
+    def predict_proba(self, images: Any, batch_size: int = 256, level: int | None = None) -> NDArray[np.float32]:
         """Return probabilities (N, C) of paths, PIL images or uint8 arrays; see `Clusterer.predict_proba`."""
-        return self.clusterer.predict_proba(images, batch_size)
+        return self.clusterer.predict_proba(images, batch_size, level)
 
     def generate_model_card(self, *args: Any, **kwargs: Any) -> ModelCard:
         """Return the card; ``model_card_kwargs={"license": "mit"}`` of the other methods sets its metadata."""

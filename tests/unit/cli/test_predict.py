@@ -8,6 +8,7 @@ import torch
 
 from cdc_plugin.checkpoints.load_model import load_model
 from cdc_plugin.cli.predict import predict_command
+from cdc_plugin.core.hierarchy import Hierarchy
 from cdc_plugin.core.mahalanobis import Prototypes
 from cdc_plugin.evaluation import predict as prediction
 from cdc_plugin.evaluation import predict_resume as prediction_parts
@@ -221,3 +222,85 @@ def test_outliers_are_counted_and_never_selected(model, photos, capsys, tmp_path
     )
     assert any(line.startswith("30 images are unlike") and "none of them selected" in line for line in lines)
     assert {(row["outlier"], row["selected"]) for row in read_table(tmp_path / "a.csv")} == {("1", "0")}
+
+
+LEVELS = Hierarchy(((0, 2), (0, 1)), (0.25, 0.5))
+
+
+def add(folder: Path, **parts: object) -> None:
+    """Store a model again with more parts."""
+    loaded = load_model(folder)
+    for name, part in parts.items():
+        setattr(loaded, name, part)
+    loaded.save(folder, {})
+
+
+def test_a_level_merges_clusters_and_keeps_the_cluster_itself(capsys, model, photos, tmp_path):
+    add(model, hierarchy=LEVELS)
+    sort(capsys, "--model", model, "--data", photos, "--out", tmp_path / "leaves.csv")
+    leaves = read_table(tmp_path / "leaves.csv")
+    for level, groups in ((3, {0: 0, 1: 1, 2: 2}), (2, {0: 0, 1: 1, 2: 0}), (1, {0: 0, 1: 0, 2: 0})):
+        sort(capsys, "--model", model, "--data", photos, "--out", tmp_path / f"{level}.csv", "--level", level)
+        rows = read_table(tmp_path / f"{level}.csv")
+        assert [(row["leaf"], row["leaf_confidence"]) for row in rows] == [
+            (leaf["cluster"], leaf["confidence"]) for leaf in leaves
+        ]
+        assert all(float(row["confidence"]) >= float(row["leaf_confidence"]) for row in rows)
+        assert {row["cluster"] for row in rows} <= {str(group) for group in groups.values()}
+        for row, leaf in zip(rows, leaves, strict=True):
+            if float(leaf["confidence"]) > 0.5:
+                assert int(row["cluster"]) == groups[int(leaf["cluster"])]
+    assert {row["confidence"] for row in rows} == {"1.000000"}
+    assert {(row["second_cluster"], row["second_confidence"]) for row in rows} == {("0", "0.000000")}
+
+
+def test_a_level_goes_into_every_output(capsys, model, photos, tmp_path):
+    add(model, hierarchy=LEVELS)
+    words = ("--model", model, "--data", photos, "--level", 2)
+    sort(capsys, *words, "--out", tmp_path / "links", "--to", "folders")
+    assert {path.name for path in (tmp_path / "links").iterdir()} <= {"cluster 00", "cluster 01", "links.csv"}
+    sort(capsys, *words, "--out", tmp_path / "tasks.json", "--to", "label-studio")
+    assert json.loads((tmp_path / "tasks.json").read_text())[0]["data"].keys() >= {"cluster", "leaf"}
+    sort(capsys, *words, "--out", tmp_path / "labels.json", "--to", "fiftyone")
+    assert json.loads((tmp_path / "labels.json").read_text())["classes"] == ["cluster 00", "cluster 01"]
+    sort(capsys, *words, "--out", tmp_path / "tags.xml", "--to", "cvat")
+    assert "leaf" in (tmp_path / "tags.csv").read_text().splitlines()[0]
+
+
+def test_a_level_that_there_is_not_is_refused(refuse, model, photos, tmp_path):
+    words = ("predict", "--model", model, "--data", photos, "--out", tmp_path / "a.csv", "--level")
+    assert "cdc-refine" in refuse(*words, 2)
+    add(model, hierarchy=LEVELS)
+    for level in (0, 4, -2):
+        assert "1 to 3" in refuse(*words, level)
+
+
+def test_finished_parts_of_another_level_are_not_taken(model, photos):
+    add(model, hierarchy=LEVELS)
+    loaded = load_model(model)
+    described = [
+        prediction_parts.describe_inputs(prediction.prepare(loaded, photos, torch.device("cpu"), 8, level, kept))
+        for level, kept in ((None, False), (2, False), (3, False), (3, True))
+    ]
+    assert len({json.dumps(inputs, sort_keys=True) for inputs in described}) == 4
+
+
+def test_new_kinds_need_prototypes_and_a_page_of_their_own(refuse, capsys, model, photos, tmp_path):
+    words = ("--model", model, "--data", photos, "--out", tmp_path / "a.csv", "--new-kinds")
+    assert "cdc-refine" in refuse("predict", *words)
+    assert "--audit" in refuse("predict", *words, "--audit", 3)
+    add(model, prototypes=Prototypes(torch.zeros(2, 8), torch.eye(8), limit=9.0))
+    lines = sort(capsys, *words)
+    assert "no new kind" in lines[1]
+    assert {row["new_kind"] for row in read_table(tmp_path / "a.csv")} == {"-1"}
+    assert not (tmp_path / "a.new-kinds.html").exists()
+    (tmp_path / "a.new-kinds.html").touch()
+    (tmp_path / "a.csv").unlink()
+    assert "a.new-kinds.html already exists" in refuse("predict", *words)
+
+
+def test_three_images_are_no_new_kind(capsys, model, tmp_path, digits, write_images):
+    add(model, prototypes=Prototypes(torch.zeros(2, 8), torch.eye(8), limit=0.5))
+    few = write_images(tmp_path / "few", digits[0][:3])
+    lines = sort(capsys, "--model", model, "--data", few, "--out", tmp_path / "a.csv", "--new-kinds")
+    assert any("no new kind" in line and "found 3" in line for line in lines)

@@ -113,6 +113,8 @@ def test_what_the_user_states_is_kept_to_the_digit_a_recipe_yields_and_the_rest_
         (None, (5,), 5, "keep"),
         (None, (5, 5), 7, "prototypes"),
         ("random", (5,), 5, "random"),
+        ("grow", (5, 5), 7, "grow"),
+        ("grow", (5,), 5, "grow"),  # as a run that has grown is resumed
     ],
 )
 def test_heads_are_kept_where_they_fit_and_say_how_many_clusters_there_are(init, heads, clusters, chosen):
@@ -127,6 +129,8 @@ def test_heads_are_kept_where_they_fit_and_say_how_many_clusters_there_are(init,
         (RefineConfig(), (), "clusters=10"),
         (RefineConfig(clusters=5, init="keep"), (), "clustering head"),
         (RefineConfig(clusters=5, init="keep"), (7,), "7 clusters"),
+        (RefineConfig(clusters=5, init="grow"), (), "clustering head"),
+        (RefineConfig(clusters=5, init="grow"), (7, 7), "clusters=8"),
     ],
 )
 def test_a_start_that_cannot_be_made_is_refused_in_the_words_of_python(request_, heads, words):

@@ -62,7 +62,7 @@ def test_evidence_is_weighed_by_its_weights():
     found = weigh(evidence, [5, 6], Weights(1.0, 0.5, -1.0, 0.25, held=0.6))
     odds = math.exp(1.0 + 1.0 - 3.0 + 1.0)
     assert found.shares == pytest.approx([1 / (1 + odds), odds / (1 + odds)])
-    assert weigh(evidence, [5, 6], Weights(1.0, 0, 0, 0, held=0.7)) .number == 6
+    assert weigh(evidence, [5, 6], Weights(1.0, 0, 0, 0, held=0.7)).number == 6
     assert (weigh(evidence, [5, 6], Weights(1.0, 0, 0, 0, held=0.7)).low) == 6
     assert (weigh(evidence, [5, 6], Weights(1.0, 0, 0, 0, held=0.8)).low) == 5
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from cdc_plugin.checkpoints import load_checkpoint
 from cdc_plugin.checkpoints.load_model import load_model
+from cdc_plugin.core.hierarchy import Hierarchy
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.errors import UserError
 from cdc_plugin.integrations.hub.model import CalibratedClusterer, render_card
@@ -256,3 +257,12 @@ def test_the_code_on_the_card_runs_in_its_folder(folder, monkeypatch):
     assert names["probabilities"].shape == (2, 4)
     np.testing.assert_allclose(names["probabilities"].sum(axis=1), 1, atol=1e-6)
     assert json.loads((folder / "config.json").read_text())["heads"]["clusters"] == 4
+
+
+def test_levels_go_to_the_hub_and_back(model, tmp_path, digits):
+    model.hierarchy = Hierarchy(((1, 2), (0, 1), (0, 3)), (0.1, 0.2, 0.3))
+    CalibratedClusterer(model, PROVENANCE).save_pretrained(tmp_path / "levels")
+    again = CalibratedClusterer.from_pretrained(tmp_path / "levels")
+    found = again.predict_proba(digits[0][:5], level=2)
+    np.testing.assert_allclose(found, model.predict_proba(digits[0][:5], level=2), atol=1e-6)
+    assert found.shape == (5, 2)

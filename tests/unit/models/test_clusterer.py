@@ -9,6 +9,7 @@ from torch import nn
 
 from cdc_plugin.checkpoints.load import load_backbone, load_checkpoint
 from cdc_plugin.checkpoints.load_model import load_model
+from cdc_plugin.core.hierarchy import Hierarchy
 from cdc_plugin.data.views import plain_view, view_settings
 from cdc_plugin.errors import UserError
 from cdc_plugin.models.backbone import Backbone
@@ -131,3 +132,36 @@ def test_a_model_with_the_heads_of_another_method_is_saved_and_loaded(tiny_backb
     assert again.clusters == 3
     backbone = load_checkpoint(tmp_path)
     assert torch.equal(backbone.heads[0].eval()(again.backbone(images)), model.clustering_head(model.backbone(images)))
+
+
+LEVELS = Hierarchy(((1, 3), (0, 4), (0, 1), (0, 2)), (0.1, 0.25, 0.5, 0.75))
+
+
+def test_a_level_sums_the_probabilities_of_its_clusters(tiny_clusterer, digits):
+    with pytest.raises(UserError, match="cdc-refine"):
+        tiny_clusterer.predict_proba(digits[0][:3], level=2)
+    tiny_clusterer.hierarchy = LEVELS
+    leaves = tiny_clusterer.predict_proba(digits[0][:20])
+    found = tiny_clusterer.predict_proba(digits[0][:20], level=3)
+    expected = np.stack([leaves[:, [0, 4]].sum(1), leaves[:, [1, 3]].sum(1), leaves[:, 2]], axis=1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(tiny_clusterer.predict_proba(digits[0][:20], level=5), leaves)
+    with pytest.raises(UserError, match="level=6"):
+        tiny_clusterer.predict_proba(digits[0][:3], level=6)
+
+
+def test_a_hierarchy_is_saved_and_an_edited_one_is_refused(tiny_clusterer, tmp_path):
+    tiny_clusterer.hierarchy = LEVELS
+    tiny_clusterer.save(tmp_path, {})
+    assert load_model(tmp_path).hierarchy == LEVELS
+    stated = json.loads((tmp_path / "model.json").read_text())
+    stated["hierarchy"]["merges"][0] = [2, 3]
+    (tmp_path / "model.json").write_text(json.dumps(stated))
+    with pytest.raises(UserError, match="changed"):
+        load_model(tmp_path)
+    stated["hierarchy"]["merges"][0] = [3, 3]
+    (tmp_path / "model.json").write_text(json.dumps({**stated, "sha256": None}))
+    with pytest.raises(UserError, match="hierarchy"):
+        load_model(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps({**stated, "sha256": None, "hierarchy": None}))
+    assert load_model(tmp_path).hierarchy is None

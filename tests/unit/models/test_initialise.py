@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.prototypes import fit_prototype_head
-from cdc_plugin.errors import CheckpointError
+from cdc_plugin.errors import CheckpointError, ConfigError
 from cdc_plugin.models.heads import ClusterHead, CosineHead, LayeredHead, MixtureHead, build_head
-from cdc_plugin.models.initialise import build_initial_heads, keep_old_heads, lift_linear, match_cluster_numbers
+from cdc_plugin.models.initialise import (
+    build_initial_heads,
+    grow_old_heads,
+    keep_old_heads,
+    lift_linear,
+    match_cluster_numbers,
+)
 
 
 @pytest.fixture
@@ -133,3 +140,44 @@ def test_the_cosine_head_ignores_lengths():
     logits = head(torch.tensor([[3.0, 0, 0], [0.1, 0.1, 0]]))
     torch.testing.assert_close(logits, torch.tensor([[2.0, 0.0], [2**0.5, 2**0.5]]))
     assert isinstance(head.projection, nn.Sequential)
+
+
+def blobs(clusters: int, randomness: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    truth = torch.arange(60 * clusters) % clusters
+    return 10 * torch.eye(8, 12)[truth] + 0.5 * torch.randn(len(truth), 12, generator=randomness), truth
+
+
+@pytest.mark.parametrize("make", [lambda old: (old, copy.deepcopy(old)), lambda old: (linear_head(3, 12, bias=False),)])
+@pytest.mark.parametrize("with_prototypes", [True, False])
+def test_a_grown_head_keeps_its_clusters_and_has_others_for_what_is_new(randomness, make, with_prototypes):
+    known, known_truth = blobs(4, randomness)
+    old = make(build_initial_heads("prototypes", (), known, None, 4, 16, randomness).calibration)
+    clusters = old[-1].clusters
+    before = [copy.deepcopy(head.state_dict()) for head in old]
+    features, truth = blobs(6, randomness)
+    prototypes = fit_prototypes(known, known_truth, 4) if with_prototypes else None
+    grown = build_initial_heads("grow", old, features, None, clusters + 2, 16, randomness, prototypes=prototypes)
+    for head in (grown.clustering, grown.calibration):
+        assert head.clusters == clusters + 2
+        torch.testing.assert_close(head(known)[:, :clusters], old[-1].eval()(known), rtol=1e-4, atol=1e-4)
+        again = build_head(head.spec, 12, "here")  # as it will be saved
+        again.load_state_dict(head.state_dict())
+        if with_prototypes and clusters == 4:
+            found = head(features).argmax(dim=1)
+            assert torch.equal(found[truth < 4], old[-1](features[truth < 4]).argmax(dim=1))
+            assert [len(found[truth == kind].unique()) for kind in (4, 5)] == [1, 1]
+            assert set(found[truth >= 4].tolist()) == {4, 5}
+    assert int(grown.partition.max()) == clusters + 1
+    for head, state in zip(old, before, strict=True):
+        assert all(torch.equal(state[name], value) for name, value in head.state_dict().items())
+
+
+def test_growing_by_nothing_keeps_the_heads(features, randomness):
+    old = ClusterHead(12, 6, 3).eval()
+    assert torch.equal(grow_old_heads((old,), features, 3, 6, randomness).calibration(features), old(features))
+
+
+def test_heads_without_a_last_linear_layer_do_not_grow(features, randomness):
+    old = CosineHead([["linear", 12, 4]], 4, 3, 0.1)
+    with pytest.raises(ConfigError, match="init='grow'"):
+        grow_old_heads((old,), features, 5, 16, randomness)

@@ -208,3 +208,15 @@ def test_names_that_are_no_text_are_linked_and_can_be_replaced(tmp_path, images,
     writers.choose_format("folders", tmp_path / "sorted", overwrite=True)
     assert next(folders._find_foreign(tmp_path / "sorted"), None) is None
     assert (tmp_path / "sorted/cluster 03" / odd_table.path[0]).is_file()
+
+
+def test_new_kinds_have_their_own_folders_whether_outliers_or_not(tmp_path, images, table):
+    from numpy.lib import recfunctions
+
+    kinds = [0, 1, *[-1] * (len(table) - 2)]
+    more = recfunctions.append_fields(table, "new_kind", kinds, usemask=False, asrecarray=True)
+    writers.write("folders", tmp_path / "sorted", [more], images)
+    links = {row["link"] for row in read_table(tmp_path / "sorted" / "links.csv")}
+    assert sum(link.startswith("new kind 00/") for link in links) == 1
+    assert sum(link.startswith("new kind 01/") for link in links) == 1
+    assert len(links) == len(table)
