@@ -245,17 +245,19 @@ def _write_kinds(
     from cdc_plugin.evaluation.new_kinds import write_page
     from cdc_plugin.evaluation.records import concatenate_tables
 
-    print(kinds.describe())
+    print(say(kinds.describe(), found.noun))
     if not kinds.sizes:
         return
     clusters = subject.model.clusters + len(kinds.sizes)
     inputs = ["--features", "OLD_AND_NEW.npy"] if options.features else ["--data", "OLD_AND_NEW"]
     words = ["cdc-refine", "--backbone", options.model, *inputs, "--clusters", clusters, "--init", "grow"]
     command = join_words(words)
-    facts = [("images", f"{len(kinds.kind):,} from {found.source}"), ("model", str(options.model))]
+    facts = [(f"{found.noun}s", f"{len(kinds.kind):,} from {found.source}"), ("model", str(options.model))]
     table, read = concatenate_tables(found.tables(**more)), partial(_read_pictures, options, found, data)
     page = write_page(Path(options.out), table, kinds, read, facts, command)
-    print(f"look at {page}; to give them clusters of their own, put old and new images in one place, then: {command}")
+    print(
+        f"look at {page}; to give them clusters of their own, put old and new {found.noun}s in one place, then: {command}"
+    )
 
 
 def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:

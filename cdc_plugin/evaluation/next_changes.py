@@ -28,7 +28,7 @@ def find_next_changes(features: Tensor, assignment: Tensor, rows: Tensor, hierar
     both = hierarchy.merges[0]
     sides = [clusters == number for number in both]
     if all(side.any() for side in sides):
-        valley = measure_valley(*(points[side] for side in sides), randomness)
+        valley = measure_valley(points[sides[0]], points[sides[1]], randomness)
         merge = {"clusters": list(both), "valley": valley, "examples": _show(points, places, sides)}
     number, (valley, half) = min(cuts.items(), key=lambda item: item[1][0])
     if valley < 1:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cdc_plugin.report.gallery import Thumbnail, encode_picture, size_within
 from cdc_plugin.report.run_page import render_template
-from cdc_plugin.report.words import count, percent, say_samples, shorten
+from cdc_plugin.report.words import count, percent, say_page, shorten
 
 TYPICAL, FRINGE, NEIGHBOURS = 16, 8, 8  # pictures of a kind, and of the cluster that it was sorted into
 BUDGET = 4_500_000  # bytes of all pictures
@@ -56,7 +56,7 @@ def render_kinds(
     contents = [(f"kind-{card.number}", f"New kind {card.number}", True) for card in cards]
     title = f"{count(len(cards), 'new kind')} of images"
     text = render_template("kinds.html", title, facts, [*contents, ("settings", "What to type next", True)], values)
-    return text if any(uris.values()) else say_samples(text)
+    return text if any(uris.values()) else say_page(text, "sample")
 
 
 def _choose(table: np.recarray, distance: NDArray[np.float32], kind: int) -> list[NDArray[np.int64]]:
