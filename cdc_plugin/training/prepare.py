@@ -244,18 +244,10 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
     """Return both heads, from prototypes (Sec. 3.3) or as asked for, and the settings with a fitting augmentation."""
     settings, features, device = prepared.settings, prepared.features, prepared.runtime.device
     sources = {"keep": "the old model's heads", "grow": "the old model's heads and new kinds", "random": "chance"}
-<<<<<<< HEAD
-    words, source = (
-        "initialising %d clusters by %s, on the features of %d %ss",
-        sources.get(settings.init, "prototypes"),
-    )
-    log.info(words, settings.clusters, source, len(features), prepared.images.noun)
-=======
     source, noun = sources.get(settings.init, "prototypes"), prepared.images.noun
     log.info(
         "initialising %d clusters by %s, on the features of %d %ss", settings.clusters, source, len(features), noun
     )
->>>>>>> main
     randomness = generator(settings.seed, INITIALISATION)
     loaded = prepared.loaded
     heads = start_heads(

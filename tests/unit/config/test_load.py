@@ -202,5 +202,5 @@ def test_auto_takes_the_place_of_a_number_and_a_number_that_of_auto(write_recipe
 
 @pytest.mark.parametrize("word", ["auto:9-3", "auto:1-5", "auto:2-", "auto:2-5000", "automatic", "ten", "auto:5-5"])
 def test_a_range_that_is_none_is_refused_with_what_is_right(word):
-    with pytest.raises(ConfigError, match="auto:5-50|clusters"):
+    with pytest.raises(ConfigError, match="clusters"):
         load_config(None, {"clusters": word})

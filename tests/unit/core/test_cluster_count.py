@@ -1,5 +1,6 @@
 """Blobs whose number is known: it must be found, lie in its range, and neighbours must not be confused with halves."""
 
+import itertools
 import math
 
 import numpy as np
@@ -54,7 +55,7 @@ def test_candidates_are_all_small_numbers_and_end_with_the_highest():
     candidates = list_candidates(2, 200)
     assert candidates[:19] == list(range(2, 21))
     assert candidates[-1] == 200
-    assert all(b / a <= 1.1 for a, b in zip(candidates[18:], candidates[19:], strict=False))
+    assert all(b / a <= 1.1 for a, b in itertools.pairwise(candidates[18:]))
 
 
 def test_evidence_is_weighed_by_its_weights():
