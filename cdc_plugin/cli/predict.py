@@ -255,9 +255,8 @@ def _write_kinds(
     facts = [(f"{found.noun}s", f"{len(kinds.kind):,} from {found.source}"), ("model", str(options.model))]
     table, read = concatenate_tables(found.tables(**more)), partial(_read_pictures, options, found, data)
     page = write_page(Path(options.out), table, kinds, read, facts, command)
-    print(
-        f"look at {page}; to give them clusters of their own, put old and new {found.noun}s in one place, then: {command}"
-    )
+    together = f"put old and new {found.noun}s in one place, then"
+    print(f"look at {page}; to give them clusters of their own, {together}: {command}")
 
 
 def _print_outcome(found: Prediction, chosen: Acceptance | None) -> None:
