@@ -111,7 +111,7 @@ def fit(cases: Sequence[Case]) -> list[float]:
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        missed = [-(want * torch.log_softmax(each @ weights, dim=0)).sum() for each, want in zip(rows, wanted)]
+        missed = [-(want * torch.log_softmax(each @ weights, dim=0)).sum() for each, want in zip(rows, wanted, strict=True)]
         value = (torch.stack(missed) * shares).sum() / shares.sum() + RIDGE * weights.square().sum()
         value.backward()
         return value
@@ -129,7 +129,7 @@ def choose_held(cases: Sequence[Case], weights: Sequence[float]) -> float:
     """Return the least share of the evidence whose range holds the truth often enough."""
     for held in HELD:
         ranges = [count(case, weights, held) for case in cases]
-        inside = [low <= case["classes"] <= high for case, (_, low, high) in zip(cases, ranges)]
+        inside = [low <= case["classes"] <= high for case, (_, low, high) in zip(cases, ranges, strict=True)]
         if np.mean(inside) >= COVERED:
             return held
     return HELD[-1]
@@ -142,7 +142,7 @@ def report(cases: Sequence[Case], title: str, say: Sequence[str]) -> None:
     inside = (ranges[:, 1] <= truth) & (truth <= ranges[:, 2])
     width = np.exp(np.log(ranges[:, 2] / ranges[:, 1]).mean())
     print(f"{title}: within 20 % {near.sum()} of {len(cases)}, in the range {inside.sum()}, high / low {width:.1f}")
-    for case, (number, low, high) in zip(cases, ranges):
+    for case, (number, low, high) in zip(cases, ranges, strict=True):
         if case["name"] in say:
             right = f"k-means {100 * case['kmeans']:.0f} %"
             print(f"  {case['name']:24s} true {case['classes']:2d}, found {number:2d} ({low}-{high}), {right}")
