@@ -9,13 +9,13 @@ from torch import nn
 
 from cdc_plugin.config.schema import RefineConfig
 from cdc_plugin.data.sources.features import describe_features, split_sources
-from cdc_plugin.evaluation.outcome import finish_run, measure_start
+from cdc_plugin.evaluation.outcome import begin_again, finish_run, measure_start
 from cdc_plugin.evaluation.records import Report
 from cdc_plugin.training.prepare import check_request, initialise, prepare
 from cdc_plugin.training.progress import log_to, show_progress
 from cdc_plugin.training.request import configure
 from cdc_plugin.training.resume import explain_resume, resume_run
-from cdc_plugin.training.review import has_helped, may_return, return_to_start
+from cdc_plugin.training.review import find_other_number, has_helped, may_return, return_to_start
 from cdc_plugin.training.run_folder import (
     LOG,
     begin_run_folder,
@@ -111,14 +111,17 @@ def run(
                 else:
                     current = resume_run(request, folder, state, module, data, runtime)
                 track = current.settings.track if distributed.main else []
-                with open_trackers(track, folder, current.settings, current.history) as tracking:
-                    train(current, tracking)
-                    if not has_helped(current):
-                        return_to_start(current)
+                while True:
+                    with open_trackers(track, folder, current.settings, current.history) as tracking:
                         train(current, tracking)
-                    report = finish_run(current, time.monotonic() - began)
-                    tracking.finish(report.metrics)
-                    return report
+                        if not has_helped(current):
+                            return_to_start(current)
+                            train(current, tracking)
+                        if (other := find_other_number(current)) is None:
+                            report = finish_run(current, time.monotonic() - began)
+                            tracking.finish(report.metrics)
+                            return report
+                    current = begin_again(current, other)
         except (KeyboardInterrupt, Exception) as error:
             if (interruption := find_interruption(error)) is not None:
                 add_hint(interruption, explain_resume(request, folder if begun else None))

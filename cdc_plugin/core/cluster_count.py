@@ -46,6 +46,12 @@ class Count:
     high: int
     candidates: list[int]
     shares: list[float]  # of the evidence, for every candidate
+    tried: list[int]  # numbers of clusters that were trained, this one the last
+
+    def odds(self, other: int) -> float:
+        """Return how much more there is for the number than for another one."""
+        share = self.shares[self.candidates.index(other)] if other in self.candidates else 0.0
+        return max(self.shares) / max(share, 1e-9)
 
 
 def list_candidates(low: int, high: int) -> list[int]:
@@ -122,4 +128,5 @@ def weigh(evidence: Tensor, candidates: Sequence[int], weights: Weights = WEIGHT
     order = shares.argsort(descending=True, stable=True)
     enough = int((shares[order].cumsum(dim=0) < weights.held).sum()) + 1
     kept = [candidates[place] for place in order[:enough].tolist()]
-    return Count(candidates[int(order[0])], min(kept), max(kept), list(candidates), shares.tolist())
+    number = candidates[int(order[0])]
+    return Count(number, min(kept), max(kept), list(candidates), shares.tolist(), [number])

@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cdc_plugin.checkpoints.formats.base import Loaded, Origin
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.core.agreement import agreement
+from cdc_plugin.core.cluster_count import Count
 from cdc_plugin.core.estimate import EMBEDDED, FROZEN, TRAINED, Estimate, estimate_accuracy, fit_temperature
 from cdc_plugin.core.hierarchy import build_hierarchy
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.probe import principal_components
-from cdc_plugin.core.random_streams import FINAL, PROBE, QUALITY, generator
+from cdc_plugin.core.random_streams import FINAL, INITIALISATION, PROBE, QUALITY, generator
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.sources.features import FeatureSource
 from cdc_plugin.evaluation.next_changes import find_next_changes
@@ -42,10 +44,10 @@ from cdc_plugin.training.features import (
     kmeans_of_all,
     shared_features,
 )
-from cdc_plugin.training.prepare import Prepared
+from cdc_plugin.training.prepare import Prepared, start_heads
 from cdc_plugin.training.progress import log
-from cdc_plugin.training.review import is_estimated, measure_signals, return_warning
-from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run
+from cdc_plugin.training.review import is_estimated, may_return, measure_signals, put_start_back, return_warning
+from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run, begin_run_folder
 
 LEAST_SEEN = 64  # images that are predicted again in an augmented view, where a pass of all is most of the work
 
@@ -71,6 +73,24 @@ def measure_start(prepared: Prepared, heads: InitialHeads, settings: ResolvedCon
     run.start_probe = measure_signals(run, calibration)["probe"]
     run.features = features if settings.freeze_backbone else None
     return run
+
+
+def begin_again(run: Run, count: Count) -> Run:
+    """Return a run with another number of clusters, from the start, in the place of this one."""
+    put_start_back(run)
+    settings, backbone, runtime = (
+        dataclasses.replace(run.settings, clusters=count.number),
+        run.model.backbone,
+        run.runtime,
+    )
+    features = shared_features(backbone, run.images, runtime)
+    heads = start_heads("prototypes", settings, features, generator(settings.seed, INITIALISATION), runtime.device)
+    loaded = Loaded(backbone, Origin("the start of the run"))
+    prepared = Prepared(settings, settings, loaded, backbone, run.images, runtime, features, None, count)
+    again = measure_start(prepared, heads, settings, run.folder)
+    if runtime.distributed.main:
+        begin_run_folder(again, may_return(again))
+    return again
 
 
 def finish_run(run: Run, seconds: float) -> Report:

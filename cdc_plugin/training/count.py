@@ -1,4 +1,4 @@
-"""Find the number of clusters in the features that a run begins with."""
+"""Find the number of clusters in the features of a run."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,6 @@ from cdc_plugin.core.cluster_count import SEEN_A_CLUSTER, Count, count_clusters
 from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import COUNT, generator
 from cdc_plugin.training.features import Features
-from cdc_plugin.training.progress import log
 
 SEEN = 2000  # rows that are looked at, at least; more where more clusters may be found
 
@@ -20,9 +19,4 @@ def find_number(features: Features, between: Sequence[int], seed: int) -> Count:
     rows, _ = features.sample(high, randomness)
     rows = rows[torch.randperm(len(rows), generator=randomness)[: max(SEEN, SEEN_A_CLUSTER * high)]]
     find = features.distributed.broadcast_from_main
-    count = find(lambda: count_clusters(principal_components(rows), low, high, randomness))
-    log.info(
-        "looking for %d to %d clusters: found %d; the features do not exclude %d to %d",
-        *(low, high, count.number, count.low, count.high),
-    )
-    return count
+    return find(lambda: count_clusters(principal_components(rows), low, high, randomness))

@@ -100,6 +100,7 @@ def prepare(
     count = None
     if request.clusters is None and request.clusters_between:
         count = find_number(features, request.clusters_between, settings.seed)
+        log.info("%d clusters are found; the features do not exclude %d to %d", count.number, count.low, count.high)
         facts = collect_facts(request, loaded, backbone, len(images), distributed.size)
         settings = resolve(dataclasses.replace(request, clusters=count.number), facts)
     old = head_probabilities(loaded.heads[-1].to(runtime.device), features) if loaded.heads else None

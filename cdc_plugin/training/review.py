@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from cdc_plugin.config.resolve import ResolvedConfig, find_round, round_epochs
+from cdc_plugin.core.cluster_count import Count
 from cdc_plugin.core.estimate import TRAINED, estimate_accuracy
 from cdc_plugin.core.kmeans import compare_basins
 from cdc_plugin.core.losses import check_calibration
@@ -18,6 +19,7 @@ from cdc_plugin.core.prototypes import standardize_rows
 from cdc_plugin.core.random_streams import PROBE, REVIEW, generator
 from cdc_plugin.errors import OutputError, option
 from cdc_plugin.models.heads import ClusterHead
+from cdc_plugin.training.count import find_number
 from cdc_plugin.training.features import head_probabilities, shared_features
 from cdc_plugin.training.prepare import start_heads
 from cdc_plugin.training.progress import log
@@ -29,6 +31,8 @@ STUCK = 1.002  # times the inertia of free k-means that Lloyd's iterations from 
 SETTLED = 0.03  # share of the images that changed their cluster in the round
 PATIENCE = 2  # rounds in a row after which less is expected than before
 LEAST_IMAGES = 500  # fewer cannot be read reliably by their 64 principal components
+ODDS = 2.0  # for another number of clusters, from which a run begins again with it; set by hand
+CHANGES = 2  # of the number, at most
 UNREADABLE = 0.7  # of what the features before training know of the initial clusters, see `read_linearly`
 
 
@@ -121,12 +125,35 @@ def has_helped(run: Run) -> bool:
     return bool(run.reviews[-1]["probe"] >= UNREADABLE * run.start_probe)
 
 
-def return_to_start(run: Run) -> None:
-    """Put the first weights back; what is then trained is the heads, on the features as they were."""
+def find_other_number(run: Run) -> Count | None:
+    """Return what the features after training say, where they clearly speak for a number that was not tried yet.
+
+    Features that stay as they are have nothing to add to what was found at the start.
+    """
+    if run.count is None or run.returned or not may_return(run) or len(run.count["tried"]) > CHANGES:
+        return None
+    features = shared_features(run.model.backbone, run.images, run.runtime, cached=False)
+    found = find_number(features, run.settings.clusters_between or (2, 2), run.settings.seed)
+    found = dataclasses.replace(found, tried=[*run.count["tried"], found.number])
+    if found.number in run.count["tried"] or found.odds(run.settings.clusters) < ODDS:
+        log.info("the features after training do not ask for another number than %d", run.settings.clusters)
+        return None
+    words = "after training with %d clusters the features speak for %d: beginning again with these"
+    log.info(words, run.settings.clusters, found.number)
+    return found
+
+
+def put_start_back(run: Run) -> None:
+    """Give the networks the weights that the run began with."""
     weights = run.runtime.distributed.broadcast_from_main(lambda: read_state(run.folder, START))
     if weights is None:
         raise OutputError(f"{run.folder / START} is gone; start again with {option('overwrite')}")
     run.model.load_state_dict(weights)
+
+
+def return_to_start(run: Run) -> None:
+    """Put the first weights back; what is then trained is the heads, on the features as they were."""
+    put_start_back(run)
     run.settings, run.returned = freeze(run.settings)
     run.features = shared_features(run.model.backbone, run.images, run.runtime)
     run.history, run.snapshots, run.state = [], [], None

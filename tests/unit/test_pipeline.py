@@ -93,7 +93,17 @@ def test_predictions_agree_with_the_model_and_the_config_leaves_no_number_open(f
     np.testing.assert_allclose(report.predictions["confidence"], probs.max(axis=1), atol=1e-5)
     stored = yaml.safe_load((report.folder / "config.yaml").read_text(encoding="utf-8"))
     open_settings = {name for name, value in stored.items() if value is None}
-    assert open_settings <= {"format", "arch", "branch", "head", "pool", "features", "data_root", "train_blocks"}
+    assert open_settings <= {
+        "format",
+        "arch",
+        "branch",
+        "head",
+        "pool",
+        "features",
+        "data_root",
+        "train_blocks",
+        "clusters_between",
+    }
     assert {name: stored[name] for name in settings} == settings
     assert None not in (stored["augment"]["flip"], stored["augment"]["crop_scale"])
 

@@ -111,7 +111,8 @@ def fit(cases: Sequence[Case]) -> list[float]:
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        missed = [-(want * torch.log_softmax(each @ weights, dim=0)).sum() for each, want in zip(rows, wanted, strict=True)]
+        chances = [torch.log_softmax(each @ weights, dim=0) for each in rows]
+        missed = [-(want * chance).sum() for want, chance in zip(wanted, chances, strict=True)]
         value = (torch.stack(missed) * shares).sum() / shares.sum() + RIDGE * weights.square().sum()
         value.backward()
         return value
