@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 import cdc_plugin
 from cdc_plugin import Backbone, Report, UserError, inspect, load_model, refine
 from cdc_plugin.checkpoints import load_checkpoint
+from cdc_plugin.core.cluster_count import Count
 from cdc_plugin.errors import ConfigError, DataError, OutputError
 from cdc_plugin.pipeline import run
 from cdc_plugin.training.request import configure
@@ -382,3 +383,49 @@ def test_a_state_that_does_not_fit_its_run_is_refused_in_words(finished, tmp_pat
     words = "lacks weights" if damage in ("width", "hidden") else r"config\.yaml|last\.pt"
     with pytest.raises(OutputError, match=words):
         run(configure(None, {"out": folder, "device": "cpu"}), data=digits[0][:60], resume=True)
+
+
+@pytest.fixture
+def numbers(monkeypatch):
+    """Let a run find 2 clusters at its start and 3 after training, and small runs be looked at again."""
+    found = {2: Count(2, 2, 4, [2, 3, 4], [0.8, 0.1, 0.1], [2]), 3: Count(3, 2, 3, [2, 3, 4], [0.2, 0.7, 0.1], [3])}
+    monkeypatch.setattr("cdc_plugin.training.prepare.find_number", lambda *arguments: found[2])
+    monkeypatch.setattr("cdc_plugin.training.review.find_number", lambda *arguments: found[3])
+    monkeypatch.setattr("cdc_plugin.training.review.LEAST_IMAGES", 0)
+    monkeypatch.setattr("cdc_plugin.training.review.UNREADABLE", 0.0)
+    monkeypatch.setattr("cdc_plugin.training.review.round_epochs", lambda count: 1)
+
+
+def test_a_run_whose_features_speak_for_another_number_begins_again_with_it(numbers, tmp_path, digits, tiny_checkpoint):
+    found = refine(tiny_checkpoint, digits[0][:60], clusters="auto:2-4", out=tmp_path / "auto", **QUICK)
+    check_record(found.metrics, "refinement")
+    assert found.metrics["count"]["tried"] == [2, 3]
+    assert (found.metrics["clusters"], load_model(tmp_path / "auto").clusters) == (3, 3)
+    assert yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["clusters"] == 3
+    again = refine(tiny_checkpoint, digits[0][:60], clusters="auto:2-4", out=tmp_path / "auto", resume=True, **QUICK)
+    assert (again.metrics["count"], again.metrics["after"]) == (found.metrics["count"], found.metrics["after"])
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+def test_a_search_that_is_stopped_anywhere_ends_alike(call, numbers, tmp_path, digits, tiny_checkpoint):
+    whole = refine(tiny_checkpoint, digits[0][:60], clusters="auto:2-4", out=tmp_path / "whole", **QUICK)
+    refine_until_stopped(call, tiny_checkpoint, digits[0][:60], clusters="auto:2-4", out=tmp_path / "part", **QUICK)
+    resumed = refine(tiny_checkpoint, digits[0][:60], out=tmp_path / "part", clusters="auto:2-4", resume=True, **QUICK)
+    assert read_weights(resumed.folder) == read_weights(whole.folder)
+    assert resumed.metrics["count"] == whole.metrics["count"]
+
+
+def test_a_number_that_is_stated_is_not_looked_for(numbers, tmp_path, digits, tiny_checkpoint):
+    report = refine(tiny_checkpoint, digits[0][:60], clusters=2, out=tmp_path / "run", **QUICK)
+    assert (report.metrics["count"], report.metrics["clusters"]) == (None, 2)
+
+
+def test_the_number_is_found_from_features_alone(tmp_path):
+    randomness = np.random.default_rng(0)
+    rows = np.eye(4, 16).repeat(50, axis=0) * 6 + randomness.normal(size=(200, 16))
+    settings = {**QUICK, "out": tmp_path / "run"}
+    report = refine(features=rows.astype(np.float32), clusters="auto", **settings)
+    assert report.metrics["clusters"] == report.metrics["count"]["number"] == 4
+    changes = report.metrics["next_changes"]
+    assert len(changes["merge"]["clusters"]) == 2
+    assert all(0 <= row < 200 for side in changes["merge"]["examples"] for row in side)
