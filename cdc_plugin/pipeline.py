@@ -33,7 +33,7 @@ from cdc_plugin.training.train import explain_error, train
 def refine(
     backbone: str | Path | nn.Module | None = None,
     data: Any = None,
-    clusters: int | None = None,
+    clusters: int | str | None = None,
     recipe: str | Path | None = None,
     out: str | Path | None = None,
     seed: int | None = None,
@@ -48,7 +48,7 @@ def refine(
     Args:
         backbone: a checkpoint, a result folder, or a `cdc_plugin.Backbone` around a module of your own.
         data: a folder, .npz or .npy file, data set name, uint8 array, or map-style torch data set.
-        clusters: how many; may come from the recipe instead.
+        clusters: how many, "auto" or "auto:5-50"; may come from the recipe instead.
         recipe: name of a shipped recipe or path of a YAML file.
         out: result folder; a new one below ``cdc-runs`` if left out.
         features: vectors (N, D) in place of a backbone, as an array, a file or a list of such spaces side by side;

@@ -196,7 +196,11 @@ def describe_count(found: dict[str, Any] | None) -> str | None:
     """
     if found is None:
         return None
-    return f"{found['number']} clusters were found; the features do not exclude {found['low']} to {found['high']}."
+    others = f"the features do not exclude {found['low']} to {found['high']}"
+    if found["low"] == found["high"]:
+        few = len(found["candidates"]) == 1
+        others = "there are too few images to tell" if few else "the features exclude the other numbers"
+    return f"{found['number']} clusters were found; {others}."
 
 
 def headline(confidence: NDArray[np.floating], accepted: int, interval: str = "") -> str:
