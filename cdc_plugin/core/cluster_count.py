@@ -17,7 +17,7 @@ from cdc_plugin.core.communities import count_communities
 from cdc_plugin.core.kmeans import kmeans, nearest
 from cdc_plugin.core.valley import compare_neighbours, cut_groups
 
-STARTS = 3
+DRAWS = 3  # of all that is random, whose mean is the evidence
 FINE = 20  # up to here every number is a candidate, above it steps of 10 %
 SEEN_A_CLUSTER = 20  # points that a cluster needs, at the least, to be judged
 DIRECTIONS = 32  # principal components in which valleys are looked for
@@ -83,16 +83,20 @@ def count_clusters(points: Tensor, low: int, high: int, generator: torch.Generat
 
 def gather_evidence(points: Tensor, candidates: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return for every candidate (n,) the four signs that `Weights` weighs, (n, 4)."""
-    halves = torch.randperm(len(points), generator=generator).tensor_split(2)
-    communities = count_communities(points, generator)
-    off = [abs(math.log(clusters / communities)) for clusters in candidates]
-    return torch.tensor([(*_judge(points, halves, c, generator), o) for c, o in zip(candidates, off, strict=True)])
+    drawn = []
+    for _ in range(DRAWS):
+        halves = torch.randperm(len(points), generator=generator).tensor_split(2)
+        communities = count_communities(points, generator)
+        off = [abs(math.log(clusters / communities)) for clusters in candidates]
+        signs = [_judge(points, halves, clusters, generator) for clusters in candidates]
+        drawn.append(torch.tensor([(*three, fourth) for three, fourth in zip(signs, off, strict=True)]))
+    return torch.stack(drawn).mean(dim=0)
 
 
 def _judge(
     points: Tensor, halves: Sequence[Tensor], clusters: int, generator: torch.Generator
 ) -> tuple[float, float, float]:
-    assignment = kmeans(points, clusters, generator, starts=STARTS).assignment
+    assignment = kmeans(points, clusters, generator).assignment
     seen = points[:, :DIRECTIONS]
     pairs = compare_neighbours(seen, assignment, generator)
     used = assignment.unique().tolist()
@@ -108,7 +112,7 @@ def measure_strength(points: Tensor, halves: Sequence[Tensor], clusters: int, ge
 
     Mean over clusters of both halves of the points (N, D), as Tibshirani and Walther (2005), who take the least.
     """
-    partitions = [kmeans(points[half], clusters, generator, starts=STARTS) for half in halves]
+    partitions = [kmeans(points[half], clusters, generator) for half in halves]
     strengths = []
     for own, other, half in zip(partitions, partitions[::-1], halves, strict=True):
         named = nearest(points[half], other.centers)[0]

@@ -78,7 +78,7 @@ def cut_groups(points: Tensor, assignment: Tensor, generator: torch.Generator) -
         group = points[assignment == number]
         half = torch.zeros(len(group), dtype=torch.bool)
         if len(group) >= FEWEST:
-            half = kmeans(group, 2, generator, starts=3).assignment.bool()
+            half = kmeans(group, 2, generator).assignment.bool()
         if LEAST_PART <= half.float().mean() <= 1 - LEAST_PART:
             cuts[number] = measure_valley(group[~half], group[half], generator), half
         else:
