@@ -28,6 +28,7 @@ class PageData:
     command: str | None = None  # what to type to get this again
     outside: list[dict[str, Any]] = field(default_factory=list)  # OOD: data, images, scores of each kind
     old_model: dict[str, Any] | None = None  # report.json's old_model
+    sizes: dict[str, Any] | None = None  # those of report.json
 
 
 @dataclass(frozen=True)

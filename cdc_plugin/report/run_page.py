@@ -34,6 +34,7 @@ from cdc_plugin.report.words import (
     describe_interval,
     describe_old_model,
     describe_outliers,
+    describe_sizes,
     describe_skipped,
     describe_spaces,
     headline,
@@ -43,6 +44,7 @@ from cdc_plugin.report.words import (
     quality_figures,
     say_samples,
     shorten,
+    size_rows,
     split_warnings,
     writable,
 )
@@ -116,6 +118,7 @@ def collect_page(
         command=command,
         outside=metrics.get("outside", []),
         old_model=old,
+        sizes=metrics.get("sizes"),
     )
 
 
@@ -169,6 +172,8 @@ def render_page(page: PageData) -> str:
         "training_warnings": during_training,
         "cluster_words": describe_clusters(clusters),
         "cluster_drawing": cluster_chart(clusters),
+        "size_words": describe_sizes(page.sizes),
+        "size_rows": size_rows(page.sizes),
         "card_groups": [cards[start : start + together] for start in range(0, len(cards), together)],
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
         "pairs": confused_pairs(page),

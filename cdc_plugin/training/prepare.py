@@ -17,9 +17,11 @@ from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_inpu
 from cdc_plugin.checkpoints.load import fit_size, load_checkpoint
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
+from cdc_plugin.core.kmeans import count_members
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
-from cdc_plugin.core.selection import check_selection
+from cdc_plugin.core.selection import Confident, check_selection
+from cdc_plugin.core.sizes import FEWEST, UNEVEN, unevenness
 from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
 from cdc_plugin.data.sources.base import spread_evenly
 from cdc_plugin.data.sources.features import FeatureSource, describe_features
@@ -243,7 +245,22 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
         shares = ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items())
         chosen_words = f"flip {augment.flip}, crop_scale {augment.crop_scale:g}"
         log.info("augmentation chosen by agreement of clusters (%s): %s", shares, chosen_words)
-    return heads, dataclasses.replace(settings, augment=augment)
+    return heads, dataclasses.replace(settings, augment=augment, sizes=choose_sizes(settings, heads.partition))
+
+
+def choose_sizes(settings: ResolvedConfig, partition: torch.Tensor) -> str:
+    """Return what ``auto`` begins with: ``estimated`` where the clusters of k-means (N,) differ in size for sure.
+
+    It is ``equal`` where that cannot be told, and for selections that the constants were not chosen with.
+    """
+    if settings.sizes != "auto":
+        return settings.sizes
+    if len(partition) < FEWEST or settings.freeze_backbone or check_selection(settings.selection)[0] is not Confident:
+        return "equal"
+    if unevenness(count_members(partition.cpu(), settings.clusters)) <= UNEVEN:
+        return "auto"
+    log.info("the clusters of k-means differ in size: their sizes are estimated")
+    return "estimated"
 
 
 def start_heads(
@@ -254,8 +271,9 @@ def start_heads(
     device: torch.device,
     old_heads: tuple[nn.Module, ...] = (),
     old_probs: NDArray[np.float32] | None = None,
+    partition: torch.Tensor | None = None,
 ) -> InitialHeads:
-    """Return both heads as `build_initial_heads` does, for any number of images."""
+    """Return both heads as `build_initial_heads` does, for any number of images; a partition is that of the sample."""
     rows, chosen = features.sample(settings.clusters, randomness)
     if float(rows.std(dim=0).max()) < 1e-6:
         log.warning("the features of all images are the same: the backbone has collapsed")
@@ -263,7 +281,7 @@ def start_heads(
     old = None if old_probs is None else old_probs[chosen.numpy()]
     refine = None if complete else partial(refine_over_all, features)
     clusters, hidden = settings.clusters, settings.hidden
-    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, refine)
+    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, refine, partition)
     if not complete and heads.centers is not None:
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
     return heads

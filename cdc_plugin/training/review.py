@@ -16,6 +16,7 @@ from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.probe import read_linearly
 from cdc_plugin.core.prototypes import standardize_rows
 from cdc_plugin.core.random_streams import PROBE, REVIEW, generator
+from cdc_plugin.core.regroup import regroup
 from cdc_plugin.errors import OutputError, option
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.features import head_probabilities, shared_features
@@ -27,6 +28,9 @@ from cdc_plugin.training.run_folder import START, Run, read_state
 # Chosen over many sets, each time without the one that is reported: tests/benchmarks/arena.
 STUCK = 1.002  # times the inertia of free k-means that Lloyd's iterations from the heads' partition end with
 SETTLED = 0.03  # share of the images that changed their cluster in the round
+# Times the bond inside the weakest cluster that the strongest bond between two clusters has: where sizes are estimated,
+# and where they are thought to be equal.
+MISGROUPED, UNEQUAL = 1.25, 2.0
 PATIENCE = 2  # rounds in a row after which less is expected than before
 LEAST_IMAGES = 500  # fewer cannot be read reliably by their 64 principal components
 UNREADABLE = 0.7  # of what the features before training know of the initial clusters, see `read_linearly`
@@ -39,9 +43,11 @@ class Review:
     epoch: int
     moved: float  # share of the images that are no longer in the cluster they were in a round ago
     inertia_ratio: float  # see `compare_basins`
+    bond_ratio: float  # see `regroup`; 0 where it was not asked
     probe: float  # see `read_linearly`
     expected: float  # accuracy, see `estimate_accuracy`
     restarted: bool  # the heads begin again, from prototypes
+    sizes_estimated: bool  # from here on, if not before
     settled: bool  # training ends
 
 
@@ -56,26 +62,38 @@ def review_round(run: Run, refiner: Refiner) -> None:
     rows, chosen = features.sample(settings.clusters, randomness)
     expectations = [seen["expected"] for seen in _of_these_heads(run.reviews)]
 
-    def judge() -> Review:
-        ratio = compare_basins(standardize_rows(rows.to(device)), assignment[chosen].to(device), randomness)
+    def judge() -> tuple[Review, torch.Tensor | None]:
+        points, own = standardize_rows(rows.to(device)), assignment[chosen].to(device)
+        ratio = compare_basins(points, own, randomness)
+        better, bonds, margin = own, 0.0, MISGROUPED if refiner.estimates_sizes else UNEQUAL
+        if left and settings.sizes != "equal":
+            streams = generator(settings.seed, REVIEW, refiner.epoch, 2)
+            better, bonds = regroup(points, own, settings.clusters, margin, streams)
         moved = 1.0 if run.assignment is None else (assignment != run.assignment).float().mean().item()
         signals, clusters = measure_signals(run, probs), settings.clusters
         estimate = estimate_accuracy(**signals, clusters=clusters, images=run.images.count, constants=TRAINED)
         expected = round(estimate.accuracy, 4)
-        stuck = left and ratio > STUCK and isinstance(model.calibration_head, ClusterHead)
+        misgrouped = bonds > margin
+        # K-means would cut a large cluster in two sooner than keep two small ones apart.
+        astray = misgrouped or (ratio > STUCK and not refiner.estimates_sizes)
+        stuck = left and astray and isinstance(model.calibration_head, ClusterHead)
         falls = [later <= earlier for earlier, later in pairwise([*expectations, expected])][-PATIENCE:]
         settled = left and not stuck and (moved < SETTLED or falls == [True] * PATIENCE)
-        found = round(moved, 4), round(ratio, 4), round(signals["probe"], 4), expected
-        return Review(refiner.epoch, *found, stuck, settled)
+        found = round(moved, 4), round(ratio, 4), round(bonds, 4), round(signals["probe"], 4), expected
+        estimated = refiner.estimates_sizes or (stuck and misgrouped)
+        seen = Review(refiner.epoch, *found, stuck, estimated, settled)
+        return seen, better.cpu() if misgrouped else None
 
-    review = distributed.broadcast_from_main(judge)
+    review, better = distributed.broadcast_from_main(judge)
     run.assignment = assignment
     run.reviews.append(dataclasses.asdict(review))
     if review.restarted:
         log.info("after epoch %d: a better partition of the features is at hand, the heads start from it", review.epoch)
-        fresh = generator(settings.seed, REVIEW, refiner.epoch, 1)  # the same in all processes
-        heads = start_heads("prototypes", settings, features, fresh, device, old_probs=probs)
+        # The same in all processes; a partition is that of the sample which was looked at.
+        fresh = generator(settings.seed, REVIEW, refiner.epoch, *(() if better is not None else (1,)))
+        heads = start_heads("prototypes", settings, features, fresh, device, old_probs=probs, partition=better)
         refiner.networks.restart_heads(heads.clustering, heads.calibration)
+        refiner.estimates_sizes, refiner.shares = review.sizes_estimated, None
         run.assignment = None
     if review.settled:
         words = "after epoch %d: %.1f %% of the images have moved, %.1f %% are expected to be right: training ends"

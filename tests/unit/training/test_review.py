@@ -41,8 +41,9 @@ def reviewed(
     epoch: int = 2,
     start: torch.Tensor | None = None,
     earlier: Sequence[dict[str, Any]] = (),
+    sizes: str = "auto",
 ) -> tuple[Run, Refiner]:
-    refiner = make(settings(epochs=6, rounds=3, clusters=CLUSTERS), nn.Identity, features=10)
+    refiner = make(settings(epochs=6, rounds=3, clusters=CLUSTERS, sizes=sizes), nn.Identity, features=10)
     refiner.train_batch(views(), torch.Generator().manual_seed(0))  # so that optimisers remember something
     refiner.epoch = epoch
     probs = np.eye(CLUSTERS, dtype=np.float32)[assignment.numpy()]
@@ -86,6 +87,27 @@ def test_stuck_heads_begin_again_from_the_better_partition_without_the_memory_of
         if p in optimizer.state
     ]
     assert not [state for state in remembered if state]
+
+
+def test_sizes_are_estimated_once_links_tell_that_clusters_are_misgrouped_unless_they_are_to_be_equal(
+    blobs, monkeypatch
+):
+    for sizes, estimated in (("auto", True), ("estimated", True), ("equal", False)):
+        run, refiner = reviewed(blobs, MERGED, MERGED, monkeypatch, sizes=sizes)
+        assert run.reviews[-1]["restarted"]
+        assert run.reviews[-1]["sizes_estimated"] == refiner.estimates_sizes == estimated
+        assert (run.reviews[-1]["bond_ratio"] > review.UNEQUAL) == estimated
+        assert not estimated or refiner.shares is None  # those of the old heads
+    run, refiner = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch)
+    assert run.reviews[-1]["bond_ratio"] < review.MISGROUPED
+    assert not refiner.estimates_sizes
+
+
+def test_k_means_does_not_overrule_clusters_of_estimated_sizes(blobs, monkeypatch):
+    monkeypatch.setattr(review, "compare_basins", lambda *args: 2 * review.STUCK)
+    for sizes, restarted in (("estimated", False), ("auto", True), ("equal", True)):
+        run, _ = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch, sizes=sizes)
+        assert run.reviews[-1]["restarted"] == restarted
 
 
 def test_after_the_last_round_nothing_is_changed_any_more(blobs, monkeypatch):
