@@ -7,7 +7,6 @@ LIKELY = 1.645  # standard errors to either side that hold nine of ten
 FLOOR = 0.1  # of an equal share, below which no cluster is thought to fall
 # Divergence of the shares of a k-means partition from equal ones, above which the clusters differ in size for sure.
 UNEVEN = 0.024
-FEWEST = 500  # images, of which it can be told
 
 
 def follow_shares(past: Tensor | None, probs: Tensor, momentum: float) -> Tensor:

@@ -42,7 +42,7 @@ from cdc_plugin.training.features import (
 )
 from cdc_plugin.training.prepare import Prepared
 from cdc_plugin.training.progress import log
-from cdc_plugin.training.review import is_estimated, measure_signals, return_warning
+from cdc_plugin.training.review import begins_estimated, is_estimated, measure_signals, return_warning
 from cdc_plugin.training.run_folder import PAGE, PREDICTIONS, REPORT, Run
 
 LEAST_SEEN = 64  # images that are predicted again in an augmented view, where a pass of all is most of the work
@@ -171,8 +171,8 @@ def describe_sizes(run: Run, calibration: NDArray[np.float32], estimate: Estimat
         }
         for share, half in zip(shares.tolist(), around, strict=True)
     ]
-    estimated = any(seen["sizes_estimated"] for seen in run.reviews) and not run.returned
-    return {"estimated": estimated or run.settings.sizes == "estimated", "clusters": intervals}
+    later = any(seen["sizes_estimated"] for seen in run.reviews) and not run.returned
+    return {"estimated": later or begins_estimated(run.settings, run.start), "clusters": intervals}
 
 
 def predict_all(run: Run) -> tuple[Features, NDArray[np.float32], NDArray[np.float32]]:

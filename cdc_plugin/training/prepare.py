@@ -17,11 +17,9 @@ from cdc_plugin.checkpoints.infer.resolve import adopt_native_size, resolve_inpu
 from cdc_plugin.checkpoints.load import fit_size, load_checkpoint
 from cdc_plugin.config.resolve import Facts, ResolvedConfig, choose_clusters, choose_init, resolve
 from cdc_plugin.config.schema import INPUT_FACTS, RefineConfig
-from cdc_plugin.core.kmeans import count_members
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.random_streams import AUGMENTATION, INITIALISATION, generator
-from cdc_plugin.core.selection import Confident, check_selection
-from cdc_plugin.core.sizes import FEWEST, UNEVEN, unevenness
+from cdc_plugin.core.selection import check_selection
 from cdc_plugin.data.images import ImageSet, digest_image_list, open_images
 from cdc_plugin.data.sources.base import spread_evenly
 from cdc_plugin.data.sources.features import FeatureSource, describe_features
@@ -245,22 +243,7 @@ def initialise(prepared: Prepared) -> tuple[InitialHeads, ResolvedConfig]:
         shares = ", ".join(f"{name}: {share:.0%}" for name, share in agreements.items())
         chosen_words = f"flip {augment.flip}, crop_scale {augment.crop_scale:g}"
         log.info("augmentation chosen by agreement of clusters (%s): %s", shares, chosen_words)
-    return heads, dataclasses.replace(settings, augment=augment, sizes=choose_sizes(settings, heads.partition))
-
-
-def choose_sizes(settings: ResolvedConfig, partition: torch.Tensor) -> str:
-    """Return what ``auto`` begins with: ``estimated`` where the clusters of k-means (N,) differ in size for sure.
-
-    It is ``equal`` where that cannot be told, and for selections that the constants were not chosen with.
-    """
-    if settings.sizes != "auto":
-        return settings.sizes
-    if len(partition) < FEWEST or settings.freeze_backbone or check_selection(settings.selection)[0] is not Confident:
-        return "equal"
-    if unevenness(count_members(partition.cpu(), settings.clusters)) <= UNEVEN:
-        return "auto"
-    log.info("the clusters of k-means differ in size: their sizes are estimated")
-    return "estimated"
+    return heads, dataclasses.replace(settings, augment=augment)
 
 
 def start_heads(

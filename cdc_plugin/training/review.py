@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from cdc_plugin.config.resolve import ResolvedConfig, find_round, round_epochs
 from cdc_plugin.core.estimate import TRAINED, estimate_accuracy
-from cdc_plugin.core.kmeans import compare_basins
+from cdc_plugin.core.kmeans import compare_basins, count_members
 from cdc_plugin.core.losses import check_calibration
 from cdc_plugin.core.probe import read_linearly
 from cdc_plugin.core.prototypes import standardize_rows
 from cdc_plugin.core.random_streams import PROBE, REVIEW, generator
 from cdc_plugin.core.regroup import regroup
+from cdc_plugin.core.selection import Confident, check_selection
+from cdc_plugin.core.sizes import UNEVEN, unevenness
 from cdc_plugin.errors import OutputError, option
 from cdc_plugin.models.heads import ClusterHead
 from cdc_plugin.training.features import head_probabilities, shared_features
@@ -66,7 +68,7 @@ def review_round(run: Run, refiner: Refiner) -> None:
         points, own = standardize_rows(rows.to(device)), assignment[chosen].to(device)
         ratio = compare_basins(points, own, randomness)
         better, bonds, margin = own, 0.0, MISGROUPED if refiner.estimates_sizes else UNEQUAL
-        if left and settings.sizes != "equal":
+        if left and may_estimate_sizes(settings, run.images.count):
             streams = generator(settings.seed, REVIEW, refiner.epoch, 2)
             better, bonds = regroup(points, own, settings.clusters, margin, streams)
         moved = 1.0 if run.assignment is None else (assignment != run.assignment).float().mean().item()
@@ -99,6 +101,21 @@ def review_round(run: Run, refiner: Refiner) -> None:
         words = "after epoch %d: %.1f %% of the images have moved, %.1f %% are expected to be right: training ends"
         log.info(words, review.epoch, 100 * review.moved, 100 * review.expected)
         refiner.settled = True
+
+
+def may_estimate_sizes(settings: ResolvedConfig, image_count: int) -> bool:
+    """Return whether sizes are estimated, or can be once it is seen that they differ, as the constants were chosen."""
+    if settings.sizes != "auto":
+        return settings.sizes == "estimated"
+    confident = check_selection(settings.selection)[0] is Confident
+    return confident and not settings.freeze_backbone and image_count >= LEAST_IMAGES
+
+
+def begins_estimated(settings: ResolvedConfig, partition: torch.Tensor) -> bool:
+    """Return whether sizes are estimated from the start: by request, or where those of k-means (N,) surely differ."""
+    if settings.sizes != "auto" or not may_estimate_sizes(settings, len(partition)):
+        return settings.sizes == "estimated"
+    return unevenness(count_members(partition, settings.clusters)) > UNEVEN
 
 
 def _of_these_heads(reviews: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from cdc_plugin.training.collapse import SLOW_DOWN, detect_new, refuse_dead
 from cdc_plugin.training.features import head_probabilities
 from cdc_plugin.training.progress import TrainingProgress, log
 from cdc_plugin.training.refiner import NotFiniteError, Refiner, Stats
-from cdc_plugin.training.review import may_return, review_round
+from cdc_plugin.training.review import begins_estimated, may_return, review_round
 from cdc_plugin.training.run_folder import STATE, Run, read_state, save_run
 from cdc_plugin.training.runtime import SINGLE, Distributed
 from cdc_plugin.training.signals import Terminated, noticing_termination
@@ -45,6 +45,10 @@ def train(run: Run, tracking: Tracking) -> None:
     refiner = Refiner(trained, model.clustering_head, model.calibration_head, settings, runtime, images.count)
     if run.state is not None:
         refiner.restore(run.state["refiner"])
+    else:
+        refiner.estimates_sizes = runtime.distributed.broadcast_from_main(lambda: begins_estimated(settings, run.start))
+        if refiner.estimates_sizes:
+            log.info("the clusters are not to be of equal size: their sizes are estimated")
     seen = None  # features of the images that are predicted after the last epochs, where they stay the same
     if run.features is not None and not refiner.done:
         seen = run.features.take(snapshot_rows(images.count))

@@ -1,11 +1,10 @@
 """What is refused before training; the rest of the preparation is tested by whole runs."""
 
 import pytest
-import torch
 
 from cdc_plugin.config.resolve import ResolvedConfig
 from cdc_plugin.errors import ConfigError
-from cdc_plugin.training.prepare import check_processes, choose_sizes
+from cdc_plugin.training.prepare import check_processes
 
 
 def test_more_processes_than_images_in_a_sub_batch_or_than_a_compiled_network_allows_are_refused():
@@ -20,17 +19,3 @@ def test_more_processes_than_images_in_a_sub_batch_or_than_a_compiled_network_al
     check_processes(settings, 1)
     with pytest.raises(ConfigError, match="sync_batchnorm=false"):
         check_processes(settings, 2)
-
-
-def test_sizes_are_estimated_from_the_start_where_k_means_finds_clusters_that_differ_and_that_can_be_told():
-    def choose(*sizes: int, **changes) -> str:
-        partition = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-        return choose_sizes(ResolvedConfig(clusters=len(sizes), **{"sizes": "auto", **changes}), partition)
-
-    assert choose(100, 200, 300) == "estimated"
-    assert choose(200, 200, 200) == "auto"
-    assert choose(10, 20, 30) == choose(100, 200, 300, freeze_backbone=True) == "equal"
-    assert choose(100, 200, 300, selection="freematch") == choose(100, 200, 300, selection="flexmatch+gsf") == "equal"
-    assert choose(100, 200, 300, selection="gsf") == "estimated"
-    for stated in ("equal", "estimated"):
-        assert choose(100, 200, 300, sizes=stated) == choose(200, 200, 200, sizes=stated) == stated

@@ -47,6 +47,7 @@ def reviewed(
     refiner.train_batch(views(), torch.Generator().manual_seed(0))  # so that optimisers remember something
     refiner.epoch = epoch
     probs = np.eye(CLUSTERS, dtype=np.float32)[assignment.numpy()]
+    monkeypatch.setattr(review, "may_estimate_sizes", lambda settings, count: settings.sizes != "equal")  # of 240
     monkeypatch.setattr(review, "shared_features", lambda *args, **kwargs: Features(features, COUNT))
     monkeypatch.setattr(review, "head_probabilities", lambda *args: probs)
     nothing: Any = None
@@ -101,6 +102,22 @@ def test_sizes_are_estimated_once_links_tell_that_clusters_are_misgrouped_unless
     run, refiner = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch)
     assert run.reviews[-1]["bond_ratio"] < review.MISGROUPED
     assert not refiner.estimates_sizes
+
+
+def test_sizes_are_estimated_from_the_start_where_k_means_finds_clusters_that_differ_and_that_can_be_told():
+    def begins(*sizes: int, **changes) -> bool:
+        partition = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        return review.begins_estimated(settings(clusters=len(sizes), **{"sizes": "auto", **changes}), partition)
+
+    assert begins(100, 200, 300)
+    assert begins(100, 200, 300, selection="gsf")
+    assert not begins(200, 200, 200)
+    assert not begins(10, 20, 30)
+    assert not begins(100, 200, 300, freeze_backbone=True)
+    assert not begins(100, 200, 300, selection="freematch")
+    assert not begins(100, 200, 300, selection="flexmatch+gsf")
+    assert not begins(100, 200, 300, sizes="equal")
+    assert begins(20, 20, 20, sizes="estimated")
 
 
 def test_k_means_does_not_overrule_clusters_of_estimated_sizes(blobs, monkeypatch):
