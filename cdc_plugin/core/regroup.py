@@ -16,7 +16,8 @@ NEIGHBOURS = 15
 PARTS = (2, 3, 5)  # into which a cluster is cut on trial; each of them may leave it
 LEAST_MEMBERS, LEAST_SHARE = 8, 0.005  # of a part that may become a cluster
 LOOSE = 0.02  # share of links below which a part is as good as apart
-GONE = 0.2  # bond of a cluster that has lost its images with all others: one that stands apart may take its place
+GONE = 0.05  # bond of a cluster that has lost its images with all others: one that stands apart may take its place
+LARGEST = 2.0  # equal shares that two clusters may have once they are joined, or all kinds that overlap would be one
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ def regroup(
     first = 0.0
     for move in range(clusters):
         bonds = measure_bonds(assignment, near, clusters)
-        gone = count_members(assignment, clusters) < least
+        sizes = count_members(assignment, clusters)
+        gone = sizes < least
         bonds += GONE * (gone[:, None] | gone)
+        bonds *= sizes[:, None] + sizes <= LARGEST * len(points) / clusters
         bonds.fill_diagonal_(0)
         for cluster in range(clusters):
             if cluster not in cuts:

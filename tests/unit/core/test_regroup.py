@@ -17,7 +17,7 @@ def again(points: torch.Tensor, assignment: torch.Tensor, clusters: int, margin:
 
 
 def test_a_large_kind_that_was_cut_in_two_is_joined_and_two_small_ones_are_parted():
-    points, kinds = blobs(300, 100, 30, 20)
+    points, kinds = blobs(150, 120, 40, 30)
     halves = kmeans(points[kinds == 0], 2, torch.Generator().manual_seed(0)).assignment
     wrong = torch.where(kinds == 3, 2, kinds)
     wrong[kinds == 0] = torch.where(halves == 0, 0, 3)
@@ -25,6 +25,17 @@ def test_a_large_kind_that_was_cut_in_two_is_joined_and_two_small_ones_are_parte
     assert ratio > 2
     assert agreement(found, kinds, 4) > 0.98
     assert agreement(wrong, kinds, 4) < 0.75
+
+
+def test_clusters_that_overlap_are_not_all_joined_to_one_that_is_far_larger_than_the_others():
+    points, kinds = blobs(200, 60, 60)
+    wrong = torch.where(kinds == 2, 1, kinds)
+    wrong[:100] = 2  # the first kind has half of the images and more
+    assert agreement(again(points, wrong, 3)[0], kinds, 3) > 0.98
+    points, kinds = blobs(300, 60, 60)
+    wrong = torch.where(kinds == 2, 1, kinds)
+    wrong[:150] = 2
+    assert torch.equal(again(points, wrong, 3)[0], wrong)
 
 
 @pytest.mark.parametrize("sizes", [(100, 100, 100), (300, 60, 20)])
