@@ -8,6 +8,7 @@ and the constants that the package chooses by, each of them once without every s
 import argparse
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def choose_uneven(runs: Sequence[Run]) -> float:
     known = sorted(uneven for uneven, _ in pairs)
     gaps = {(low + high) / 2: high - low for low, high in itertools.pairwise(known)}
     errors = {limit: sum((uneven > limit) != ramp for uneven, ramp in pairs) for limit in gaps}
-    return min(gaps, key=lambda limit: (errors[limit], -gaps[limit]))
+    return min(gaps, default=math.nan, key=lambda limit: (errors[limit], -gaps[limit]))
 
 
 def leave_one_out(name: str, runs: Sequence[Run], choose: Callable[[Sequence[Run]], float]) -> None:
