@@ -146,8 +146,8 @@ class RefineConfig:
     )
     sizes: str = setting(
         "auto",
-        "of the clusters: equal (as in the paper), estimated (from the calibrated predictions) or auto (equal, until "
-        "k-means at the start, or links between near images after a round, tell that they are not)",
+        "of the clusters: equal (as in the paper), estimated (from the calibrated predictions) or auto (estimated "
+        "where those of k-means at the start differ much, else equal)",
         choices=("equal", "estimated", "auto"),
     )
     threshold: float = setting(0.95, "confidence that fixed and flexmatch ask for", at_least=0, at_most=1)

@@ -171,8 +171,7 @@ def describe_sizes(run: Run, calibration: NDArray[np.float32], estimate: Estimat
         }
         for share, half in zip(shares.tolist(), around, strict=True)
     ]
-    later = any(seen["sizes_estimated"] for seen in run.reviews) and not run.returned
-    return {"estimated": later or begins_estimated(run.settings, run.start), "clusters": intervals}
+    return {"estimated": begins_estimated(run.settings, run.start), "clusters": intervals}
 
 
 def predict_all(run: Run) -> tuple[Features, NDArray[np.float32], NDArray[np.float32]]:

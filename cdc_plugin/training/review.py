@@ -32,10 +32,9 @@ STUCK = 1.002  # times the inertia of free k-means that Lloyd's iterations from 
 SETTLED = 0.03  # share of the images that changed their cluster in the round
 PATIENCE = 2  # rounds in a row after which less is expected than before
 LEAST_IMAGES = 500  # fewer cannot be read reliably by their 64 principal components
-# Times the bond inside the weakest cluster that the strongest bond between two clusters has: where sizes are estimated,
-# and where they are thought to be equal. Set by hand after few runs of tests/benchmarks/unbalanced.py: 1 loses seven
-# points on the digits as they are; balanced sets that trained on to the right clusters had up to 1.9.
-MISGROUPED, UNEQUAL = 1.25, 2.0
+# Times the bond inside the weakest cluster that the strongest bond between two clusters has. Set by hand after few runs
+# of tests/benchmarks/unbalanced.py: 1 loses seven points on the digits as they are.
+MISGROUPED = 1.25
 UNREADABLE = 0.7  # of what the features before training know of the initial clusters, see `read_linearly`
 
 
@@ -46,11 +45,10 @@ class Review:
     epoch: int
     moved: float  # share of the images that are no longer in the cluster they were in a round ago
     inertia_ratio: float  # see `compare_basins`
-    bond_ratio: float  # see `regroup`; 0 where it was not asked
+    bond_ratio: float  # see `regroup`; 0 where sizes are not estimated
     probe: float  # see `read_linearly`
     expected: float  # accuracy, see `estimate_accuracy`
     restarted: bool  # the heads begin again, from prototypes
-    sizes_estimated: bool  # from here on, if not before
     settled: bool  # training ends
 
 
@@ -68,23 +66,22 @@ def review_round(run: Run, refiner: Refiner) -> None:
     def judge() -> tuple[Review, torch.Tensor | None]:
         points, own = standardize_rows(rows.to(device)), assignment[chosen].to(device)
         ratio = compare_basins(points, own, randomness)
-        better, bonds, margin = own, 0.0, MISGROUPED if refiner.estimates_sizes else UNEQUAL
-        if left and may_estimate_sizes(settings, run.images.count):
+        better, bonds = own, 0.0
+        if left and refiner.estimates_sizes:
             streams = generator(settings.seed, REVIEW, refiner.epoch, 2)
-            better, bonds = regroup(points, own, settings.clusters, margin, streams)
+            better, bonds = regroup(points, own, settings.clusters, MISGROUPED, streams)
         moved = 1.0 if run.assignment is None else (assignment != run.assignment).float().mean().item()
         signals, clusters = measure_signals(run, probs), settings.clusters
         estimate = estimate_accuracy(**signals, clusters=clusters, images=run.images.count, constants=TRAINED)
         expected = round(estimate.accuracy, 4)
-        misgrouped = bonds > margin
+        misgrouped = bonds > MISGROUPED
         # K-means would cut a large cluster in two sooner than keep two small ones apart.
         astray = misgrouped or (ratio > STUCK and not refiner.estimates_sizes)
         stuck = left and astray and isinstance(model.calibration_head, ClusterHead)
         falls = [later <= earlier for earlier, later in pairwise([*expectations, expected])][-PATIENCE:]
         settled = left and not stuck and (moved < SETTLED or falls == [True] * PATIENCE)
         found = round(moved, 4), round(ratio, 4), round(bonds, 4), round(signals["probe"], 4), expected
-        estimated = refiner.estimates_sizes or (stuck and misgrouped)
-        seen = Review(refiner.epoch, *found, stuck, estimated, settled)
+        seen = Review(refiner.epoch, *found, stuck, settled)
         return seen, better.cpu() if misgrouped else None
 
     review, better = distributed.broadcast_from_main(judge)
@@ -96,7 +93,7 @@ def review_round(run: Run, refiner: Refiner) -> None:
         fresh = generator(settings.seed, REVIEW, refiner.epoch, *(() if better is not None else (1,)))
         heads = start_heads("prototypes", settings, features, fresh, device, old_probs=probs, partition=better)
         refiner.networks.restart_heads(heads.clustering, heads.calibration)
-        refiner.estimates_sizes, refiner.shares = review.sizes_estimated, None
+        refiner.shares = None  # those of the old heads
         run.assignment = None
     if review.settled:
         words = "after epoch %d: %.1f %% of the images have moved, %.1f %% are expected to be right: training ends"
@@ -104,17 +101,13 @@ def review_round(run: Run, refiner: Refiner) -> None:
         refiner.settled = True
 
 
-def may_estimate_sizes(settings: ResolvedConfig, image_count: int) -> bool:
-    """Return whether sizes are estimated, or can be once it is seen that they differ, as the constants were chosen."""
-    if settings.sizes != "auto":
-        return settings.sizes == "estimated"
-    confident = check_selection(settings.selection)[0] is Confident
-    return confident and not settings.freeze_backbone and image_count >= LEAST_IMAGES
-
-
 def begins_estimated(settings: ResolvedConfig, partition: torch.Tensor) -> bool:
-    """Return whether sizes are estimated from the start: by request, or where those of k-means (N,) surely differ."""
-    if settings.sizes != "auto" or not may_estimate_sizes(settings, len(partition)):
+    """Return whether sizes are estimated: by request, or where those of k-means at the start (N,) surely differ.
+
+    Frozen backbones, other selections and small sets keep equal sizes: the limit was not chosen with them.
+    """
+    confident = check_selection(settings.selection)[0] is Confident
+    if settings.sizes != "auto" or settings.freeze_backbone or not confident or len(partition) < LEAST_IMAGES:
         return settings.sizes == "estimated"
     return unevenness(count_members(partition, settings.clusters)) > UNEVEN
 

@@ -47,7 +47,6 @@ def reviewed(
     refiner.train_batch(views(), torch.Generator().manual_seed(0))  # so that optimisers remember something
     refiner.epoch = epoch
     probs = np.eye(CLUSTERS, dtype=np.float32)[assignment.numpy()]
-    monkeypatch.setattr(review, "may_estimate_sizes", lambda settings, count: settings.sizes != "equal")  # of 240
     monkeypatch.setattr(review, "shared_features", lambda *args, **kwargs: Features(features, COUNT))
     monkeypatch.setattr(review, "head_probabilities", lambda *args: probs)
     nothing: Any = None
@@ -90,18 +89,17 @@ def test_stuck_heads_begin_again_from_the_better_partition_without_the_memory_of
     assert not [state for state in remembered if state]
 
 
-def test_sizes_are_estimated_once_links_tell_that_clusters_are_misgrouped_unless_they_are_to_be_equal(
-    blobs, monkeypatch
-):
-    for sizes, estimated in (("auto", True), ("estimated", True), ("equal", False)):
-        run, refiner = reviewed(blobs, MERGED, MERGED, monkeypatch, sizes=sizes)
-        assert run.reviews[-1]["restarted"]
-        assert run.reviews[-1]["sizes_estimated"] == refiner.estimates_sizes == estimated
-        assert (run.reviews[-1]["bond_ratio"] > review.UNEQUAL) == estimated
-        assert not estimated or refiner.shares is None  # those of the old heads
-    run, refiner = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch)
+def test_clusters_of_estimated_sizes_are_regrouped_by_links(blobs, monkeypatch):
+    run, refiner = reviewed(blobs, MERGED, MERGED, monkeypatch, sizes="estimated")
+    assert run.reviews[-1]["bond_ratio"] > review.MISGROUPED
+    assert run.reviews[-1]["restarted"]
+    assert refiner.shares is None  # those of the old heads
+    assert agreement(refiner.networks.clustering_head.eval()(blobs).argmax(dim=1), TRUTH, CLUSTERS) > 0.95
+    run, _ = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch, sizes="estimated")
     assert run.reviews[-1]["bond_ratio"] < review.MISGROUPED
-    assert not refiner.estimates_sizes
+    assert not run.reviews[-1]["restarted"]
+    run, _ = reviewed(blobs, MERGED, MERGED, monkeypatch, sizes="equal")
+    assert run.reviews[-1]["bond_ratio"] == 0
 
 
 def test_sizes_are_estimated_from_the_start_where_k_means_finds_clusters_that_differ_and_that_can_be_told():
