@@ -159,9 +159,18 @@ class RefineConfig:
         "confident",
         "which images are trusted: confident, fixed, flexmatch or freematch; with add-ons, as confident+gsf",
     )
+    sizes: str = setting(
+        "equal",
+        "of the clusters: equal (as in the paper) or estimated (from the calibrated predictions), for unbalanced sets "
+        "whose kinds lie well apart",
+        choices=("equal", "estimated"),
+    )
     threshold: float = setting(0.95, "confidence that fixed and flexmatch ask for", at_least=0, at_most=1)
     selection_momentum: float = setting(
-        0.9, "share of the past in freematch's moving averages, per batch", at_least=0, at_most=1
+        0.9,
+        "share of the past in moving averages, per batch: those of freematch and of estimated sizes",
+        at_least=0,
+        at_most=1,
     )
 
     passes: str = setting(
@@ -272,6 +281,7 @@ METHOD_SETTINGS = (
         "calibration_strength",
         "level",
         "selection",
+        "sizes",
         "threshold",
         "selection_momentum",
         "passes",

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from cdc_plugin.core.sizes import LIKELY
+
 
 class Constants(NamedTuple):
     """What the estimate weighs its signals by, on the scale of `to_logit`."""
@@ -42,6 +44,7 @@ class Estimate:
     accuracy: float
     low: float
     high: float
+    doubt: float  # standard error of its logit
 
 
 def estimate_accuracy(
@@ -57,7 +60,7 @@ def estimate_accuracy(
     middle = constants.intercept + constants.of_confidence * sure + constants.of_probe * known
     bounds = find_bounds(middle, constants.interval * max(1.0, math.sqrt(SMALLEST / images)))
     low, accuracy, high = (from_logit(level, clusters) for level in (bounds[0], middle, bounds[1]))
-    return Estimate(accuracy, low, high)
+    return Estimate(accuracy, low, high, (middle - bounds[0]) / LIKELY)
 
 
 def find_bounds(middle: float, half: float) -> tuple[float, float]:

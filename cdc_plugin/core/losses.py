@@ -42,11 +42,32 @@ def negative_entropy(logits: Tensor) -> Tensor:
     return (log_mean.exp() * log_mean).sum()
 
 
+def prior_divergence(logits: Tensor, shares: Tensor) -> Tensor:
+    """Return KL(mean prediction || shares (C,)); 0 where the mean prediction has these shares.
+
+    For equal shares it is `negative_entropy` + log C, with the same gradient.
+
+    >>> logits = torch.tensor([[0.9, 0.1], [0.7, 0.3]]).log()
+    >>> bool(prior_divergence(logits, torch.tensor([0.8, 0.2])).abs() < 1e-6)
+    True
+    """
+    log_mean = F.log_softmax(logits, dim=1).logsumexp(dim=0) - math.log(len(logits))
+    return (log_mean.exp() * (log_mean - shares.log())).sum()
+
+
 def calibration_loss(
-    logits: Tensor, targets: Tensor, entropy_weight: float, fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss
+    logits: Tensor,
+    targets: Tensor,
+    entropy_weight: float,
+    fit: Callable[[Tensor, Tensor], Tensor] = soft_target_loss,
+    shares: Tensor | None = None,
 ) -> Tensor:
-    """Return L = L_cal + w_en · L_en (Eq. 3); ``fit`` replaces L_cal where another calibration is compared."""
-    return fit(logits, targets) + entropy_weight * negative_entropy(logits)
+    """Return L = L_cal + w_en · L_en (Eq. 3); ``fit`` replaces L_cal where another calibration is compared.
+
+    With the ``shares`` (C,) of clusters that are not equal, `prior_divergence` takes the place of L_en.
+    """
+    spread = negative_entropy(logits) if shares is None else prior_divergence(logits, shares)
+    return fit(logits, targets) + entropy_weight * spread
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ Differences from the released code, with the accuracy right after initialisation
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -45,15 +45,20 @@ def fit_prototype_head(
     hidden: int,
     generator: torch.Generator,
     refine_centers: Callable[[Tensor], Tensor] | None = None,
+    partition: Tensor | None = None,
 ) -> HeadWeights:
     """Fit head weights to (N, D) features: W1 = k-means_H(z), W2 = prototypes of h, both orthogonalised (Sec. 3.3).
 
     Any feature size, hidden size and number of clusters is valid; with constant features the weights are 0. Where the
     features are a sample, ``refine_centers`` turns centres (C, D) of their standardised rows into those of all images.
+    A ``partition`` (N,) of the features that is known to be better takes the place of the best one of k-means.
     """
     directions = standardize_rows(features)
     runs = sorted((kmeans(directions, clusters, generator) for _ in range(STARTS)), key=lambda r: r.inertia)
-    if refine_centers is not None:
+    if partition is not None:
+        partition = partition.to(features.device)
+        runs[0] = replace(runs[0], centers=_means(features, partition, clusters), assignment=partition)
+    elif refine_centers is not None:
         centers = refine_centers(runs[0].centers)
         assignment, distance = nearest(directions, centers)
         runs[0] = Partition(centers, assignment, distance.sum().item())

@@ -18,6 +18,7 @@ from cdc_plugin.core.hierarchy import build_hierarchy
 from cdc_plugin.core.mahalanobis import fit_prototypes
 from cdc_plugin.core.probe import principal_components
 from cdc_plugin.core.random_streams import FINAL, INITIALISATION, PROBE, QUALITY, generator
+from cdc_plugin.core.sizes import LIKELY, estimate_shares
 from cdc_plugin.data.atomic import write_text
 from cdc_plugin.data.sources.features import FeatureSource
 from cdc_plugin.evaluation.next_changes import find_next_changes
@@ -152,6 +153,7 @@ def finish_run(run: Run, seconds: float) -> Report:
         "label_free": card,
         "count": run.count,
         "next_changes": find_next_changes(rows, assignment[sample], sample, model.hierarchy),
+        "sizes": describe_sizes(run, calibration, estimate),
         "spaces": measure_spaces(run, features, assignment),
         "hierarchy": model.hierarchy.record(),
         "seconds": round(seconds, 1),
@@ -184,6 +186,21 @@ def measure_spaces(run: Run, features: Features, assignment: torch.Tensor) -> li
         figures = {} if labels is None else summary_hard(alone, labels[chosen.numpy()], clusters)
         records.append({"name": space.title, "numbers": part.shape[1], "agreement": same, **figures})
     return records
+
+
+def describe_sizes(run: Run, calibration: NDArray[np.float32], estimate: Estimate | None) -> dict[str, Any]:
+    """Return the share of the images that each cluster has, with an interval where the accuracy has one."""
+    shares, errors = estimate_shares(torch.from_numpy(calibration), estimate.doubt if estimate else 0.0)
+    around = (LIKELY * errors).tolist() if estimate else [None] * len(shares)
+    intervals = [
+        {
+            "share": share,
+            "low": None if half is None else max(0.0, share - half),
+            "high": half and min(1.0, share + half),
+        }
+        for share, half in zip(shares.tolist(), around, strict=True)
+    ]
+    return {"estimated": run.settings.sizes == "estimated", "clusters": intervals}
 
 
 def predict_all(run: Run) -> tuple[Features, NDArray[np.float32], NDArray[np.float32]]:

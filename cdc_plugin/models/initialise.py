@@ -42,11 +42,12 @@ def build_initial_heads(
     generator: torch.Generator,
     refine_centers: RefineCenters | None = None,
     prototypes: Prototypes | None = None,
+    partition: Tensor | None = None,
 ) -> InitialHeads:
     """Build both heads on (N, D) features: ``prototypes`` (Sec. 3.3), ``keep`` or ``grow`` old ones, or ``random``.
 
     With the ``old_probs`` (N, C') of an old model, prototype clusters take the numbers of those of its clusters that
-    they share most samples with; ``refine_centers`` as in `core.prototypes.fit_prototype_head`.
+    they share most samples with; ``refine_centers`` and ``partition`` as in `core.prototypes.fit_prototype_head`.
     """
     if init == "keep":
         return keep_old_heads(old_heads, features, hidden, generator, refine_centers)
@@ -54,7 +55,7 @@ def build_initial_heads(
         return grow_old_heads(old_heads, features, clusters, hidden, generator, prototypes)
     if init == "random":
         return build_random_heads(features, clusters, hidden, generator)
-    weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers)
+    weights = fit_prototype_head(features, clusters, hidden, generator, refine_centers, partition)
     if old_probs is not None:
         assignment = _build_head(weights, features.shape[1])(features).argmax(dim=1)
         order = match_cluster_numbers(assignment.cpu().numpy(), old_probs.argmax(axis=1), clusters, old_probs.shape[1])

@@ -27,9 +27,10 @@ class PageData:
     settings: str | None = None  # YAML of the run
     command: str | None = None  # what to type to get this again
     outside: list[dict[str, Any]] = field(default_factory=list)  # OOD: data, images, scores of each kind
-    old_model: dict[str, Any] | None = None  # report.json's, as the next three
+    old_model: dict[str, Any] | None = None  # report.json's, as the next four
     hierarchy: dict[str, Any] | None = None
     count: dict[str, Any] | None = None
+    sizes: dict[str, Any] | None = None
     next_changes: dict[str, Any] = field(default_factory=dict)
 
 

@@ -36,6 +36,7 @@ from cdc_plugin.report.words import (
     describe_interval,
     describe_old_model,
     describe_outliers,
+    describe_sizes,
     describe_skipped,
     describe_spaces,
     headline,
@@ -45,6 +46,7 @@ from cdc_plugin.report.words import (
     quality_figures,
     say_page,
     shorten,
+    size_rows,
     split_warnings,
     writable,
 )
@@ -121,6 +123,7 @@ def collect_page(
         count=metrics.get("count"),
         next_changes=metrics.get("next_changes") or {},
         hierarchy=metrics.get("hierarchy"),
+        sizes=metrics.get("sizes"),
     )
 
 
@@ -174,6 +177,8 @@ def render_page(page: PageData) -> str:
         "training_warnings": during_training,
         "cluster_words": describe_clusters(clusters),
         "cluster_drawing": cluster_chart(clusters),
+        "size_words": describe_sizes(page.sizes),
+        "size_rows": size_rows(page.sizes),
         "card_groups": [cards[start : start + together] for start in range(0, len(cards), together)],
         "card_grid": "broad" if any(len(card.typical) > NARROW for card in cards) else "",
         "trees": draw_trees(page.hierarchy, clusters, cards),

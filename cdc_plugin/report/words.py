@@ -239,6 +239,28 @@ def describe_clusters(clusters: Sequence[ClusterFigures]) -> str:
     return said
 
 
+def describe_sizes(sizes: dict[str, Any] | None) -> str | None:
+    """Say what the estimated shares of the clusters are; None on the page of a model that was not trained here."""
+    if sizes is None:
+        return None
+    followed = "followed them" if sizes["estimated"] else "asked for equal sizes"
+    return f"Shares that the calibrated probabilities amount to, with an interval for nine of ten; training {followed}."
+
+
+def size_rows(sizes: dict[str, Any] | None) -> list[tuple[int, str, str]]:
+    """Return number, estimated share and interval of every cluster.
+
+    >>> size_rows({"estimated": True, "clusters": [{"share": 0.5, "low": 0.4, "high": None}]})[0][2]
+    '–'
+    """
+    rows = enumerate(sizes["clusters"] if sizes else ())
+    return [(number, percent(each["share"]), _say_interval(each["low"], each["high"])) for number, each in rows]
+
+
+def _say_interval(low: float | None, high: float | None) -> str:
+    return f"{percent(low)} to {percent(high)}" if known(low) and known(high) else DASH
+
+
 def say_page(page: str, noun: str) -> str:
     """Return a page about images as one about what a sample is called, but in names, commands and what is no text.
 

@@ -277,8 +277,9 @@ def start_heads(
     old_heads: tuple[nn.Module, ...] = (),
     old_probs: NDArray[np.float32] | None = None,
     prototypes: Prototypes | None = None,
+    partition: torch.Tensor | None = None,
 ) -> InitialHeads:
-    """Return both heads as `build_initial_heads` does, for any number of images."""
+    """Return both heads as `build_initial_heads` does, for any number of images; a partition is that of the sample."""
     rows, chosen = features.sample(settings.clusters, randomness)
     if float(rows.std(dim=0).max()) < 1e-6:
         log.warning("all features are the same: the backbone has collapsed")
@@ -286,7 +287,8 @@ def start_heads(
     old = None if old_probs is None else old_probs[chosen.numpy()]
     refine = None if complete else partial(refine_over_all, features)
     clusters, hidden = settings.clusters, settings.hidden
-    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, refine, prototypes)
+    more = refine, prototypes, partition
+    heads = build_initial_heads(init, old_heads, rows.to(device), old, clusters, hidden, randomness, *more)
     if not complete and heads.centers is not None:
         heads = dataclasses.replace(heads, partition=nearest_of_all(features, heads.centers))
     return heads

@@ -17,6 +17,7 @@ from cdc_plugin.config.resolve import ResolvedConfig, batch_sizes, find_round, s
 from cdc_plugin.core.random_streams import TRAINING, fork_rng, generator, send
 from cdc_plugin.core.selection import make_selector
 from cdc_plugin.core.selection.base import SelectionInput
+from cdc_plugin.core.sizes import follow_shares
 from cdc_plugin.core.targets import find_mini_clusters, hard_targets, mini_cluster_count, mini_cluster_targets
 from cdc_plugin.training.runtime import Runtime, lr_multiplier, plan_shards
 from cdc_plugin.training.steps import BatchTargets, Networks, Views, choose_step, split_batch
@@ -53,6 +54,7 @@ class Refiner:
         self.step = choose_step(settings)
         self.batches_per_epoch = len(batch_sizes(image_count, settings.batch_size))
         self.steps_per_epoch = steps_per_epoch(image_count, settings.batch_size, settings.sub_batch_size)
+        self.shares: Tensor | None = None  # (C,) of the images that the clusters have, while they are estimated
         self.settled = False  # after a round: nothing moves any more, and no epoch is left to train
         self.epoch = 0
         self.steps = 0
@@ -133,7 +135,11 @@ class Refiner:
         confidence = weak_probs.max(dim=1).values.mean().item()
         soft, mini_clusters = self._compute_soft_targets(probs, features, confidence, randomness)
         rows = send(views.rows, self.runtime.device)
-        selection = self.select(SelectionInput(weak_probs, rows, weak_features, hidden))
+        if self.settings.sizes == "estimated":
+            self.shares = follow_shares(self.shares, weak_probs, self.settings.selection_momentum)
+            distributed.broadcast_(self.shares)
+        networks.shares = self.shares
+        selection = self.select(SelectionInput(weak_probs, rows, weak_features, hidden, self.shares))
         for decision in (soft, selection.labels, selection.mask):
             distributed.broadcast_(decision)
         return BatchTargets(selection, soft, features, confidence, mini_clusters)
@@ -162,6 +168,7 @@ class Refiner:
             "steps": self.steps,
             "slow_down": self.slow_down,
             "settled": self.settled,
+            "shares": self.shares,
             "progress": self.progress.state(),
             "selector": dict(self.select.state),
             "networks": self.networks.state(),
@@ -173,6 +180,7 @@ class Refiner:
         self.select.state.update({name: value.to(self.runtime.device) for name, value in state["selector"].items()})
         self.epoch, self.steps, self.slow_down = state["epoch"], state["steps"], state["slow_down"]
         self.settled = state["settled"]
+        self.shares = None if state["shares"] is None else state["shares"].to(self.runtime.device)
         self.progress = EpochProgress(self.settings.clusters, state["progress"])
 
 

@@ -106,6 +106,7 @@ class Networks:
         self.calibration_optimizer = torch.optim.Adam([calibration_group], fused=fused)
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "float16")
         self.calibration = check_calibration(settings.calibration)
+        self.shares: Tensor | None = None  # (C,) of the clusters, where they are not to be of equal size
         self.data_parallel: nn.Module = self.backbone
         if several and any(parameter.requires_grad for parameter in self.backbone.parameters()):
             # A static graph: the same weights are used in every step, and some networks have weights without use.
@@ -285,7 +286,9 @@ def compute_calibration_loss(networks: Networks, features: Tensor, targets: Tens
     networks.target_head.train()
     logits, settings = networks.target_head(features), networks.settings
     fit, strength = networks.calibration.loss, settings.calibration_strength
-    return calibration_loss(logits, targets, settings.entropy_weight, lambda x, goal: fit(x, goal, strength))
+    return calibration_loss(
+        logits, targets, settings.entropy_weight, lambda x, goal: fit(x, goal, strength), networks.shares
+    )
 
 
 def _descend(networks: Networks, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:

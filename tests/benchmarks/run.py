@@ -35,7 +35,15 @@ BENCHMARKS: dict[str, Callable[[Setting], Found]] = {
     "starting": starting,
 }
 # Commands of their own.
-SCRIPTS = ("gpu_check.py", "metrics.py", "batchnorm.py", "fuzz_checkpoints.py", "mutants.py", "timm_index.py")
+SCRIPTS = (
+    "gpu_check.py",
+    "metrics.py",
+    "batchnorm.py",
+    "fuzz_checkpoints.py",
+    "mutants.py",
+    "timm_index.py",
+    "unbalanced.py",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

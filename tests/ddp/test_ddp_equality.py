@@ -22,6 +22,7 @@ VARIANTS = {
     "adaptive": {"mini_clusters": 0},
     "single head": {"heads": "clu+cal"},
     "no stop-gradient": {"stop_gradient": False},
+    "estimated sizes": {"sizes": "estimated"},
 }
 
 

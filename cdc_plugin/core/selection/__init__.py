@@ -13,31 +13,38 @@ from cdc_plugin.errors import ConfigError, option
 AT_ONCE = 1 << 20  # probabilities that are sorted at once: all of a batch, but not all of a large set
 
 
-def select_confident(probs: Tensor) -> Selection:
+def select_confident(probs: Tensor, shares: Tensor | None = None) -> Selection:
     """Trust the top M(c) samples of every cluster c, where M(c) is their summed confidence (Sec. 3.2, Eq. 4).
 
     TOP(c) holds the B // C samples whose weak views have the largest calibrated probability (B, C) of c. "Confidence"
     is read as the largest probability of a sample, as in the released code, whose mean times B // C is the sum taken
     here. The label of a trusted sample is its own most probable cluster, even where another cluster's list holds it.
+    With the ``shares`` (C,) of clusters that are not of equal size, TOP(c) holds about B times the share of c.
 
     >>> sure, unsure = [[0.99, 0.01]] * 4, [[0.4, 0.6]] * 4
     >>> select_confident(torch.tensor(sure + unsure)).quota  # floor(4 * .99), floor(4 * .6)
     tensor([3, 2])
     """
     confidence, labels = probs.max(dim=1)
-    top = _top_samples(probs)
-    return _trust(labels, top, confidence[top].sum(dim=0))
+    if shares is None:
+        top = _top_samples(probs)
+        return _trust(labels, top, confidence[top].sum(dim=0))
+    order, held = _order_samples(probs, shares)
+    return _trust(labels, order, (confidence[order] * held).sum(dim=0))
 
 
-def select_confident_column(probs: Tensor) -> Selection:
+def select_confident_column(probs: Tensor, shares: Tensor | None = None) -> Selection:
     """Trust as `select_confident`, with M(c) the summed probability *of cluster c*: the stricter reading of Eq. 4.
 
     The readings differ where a cluster's list holds samples of other clusters, that is, where the cluster is
     smaller than B // C: this one then trusts fewer of them.
     """
     labels = probs.argmax(dim=1)
-    top = _top_samples(probs)
-    return _trust(labels, top, probs.gather(0, top).sum(dim=0))
+    if shares is None:
+        top = _top_samples(probs)
+        return _trust(labels, top, probs.gather(0, top).sum(dim=0))
+    order, held = _order_samples(probs, shares)
+    return _trust(labels, order, (probs.gather(0, order) * held).sum(dim=0))
 
 
 def _top_samples(probs: Tensor) -> Tensor:
@@ -60,6 +67,13 @@ def _top_of_columns(probs: Tensor, count: int) -> Tensor:
     return probs.sort(dim=0, descending=True, stable=True).indices[:count]
 
 
+def _order_samples(probs: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all samples of the batch in their order for each cluster (B, C), and which of these are TOP(c)."""
+    order = probs.sort(dim=0, descending=True, stable=True).indices
+    depth = (len(probs) * shares).round().clamp(min=1)
+    return order, torch.arange(len(order), device=order.device).unsqueeze(1) < depth
+
+
 def _trust(labels: Tensor, top: Tensor, mass: Tensor) -> Selection:
     quota = mass.floor().long()
     rank = torch.arange(len(top), device=top.device).unsqueeze(1)
@@ -71,14 +85,14 @@ class Confident(Selector):
     """`select_confident`: the selection of CDC."""
 
     def __call__(self, batch: SelectionInput) -> Selection:
-        return select_confident(batch.probs)
+        return select_confident(batch.probs, batch.shares)
 
 
 class ConfidentColumn(Selector):
     """`select_confident_column`: the stricter reading of Eq. 4."""
 
     def __call__(self, batch: SelectionInput) -> Selection:
-        return select_confident_column(batch.probs)
+        return select_confident_column(batch.probs, batch.shares)
 
 
 selections: Registry[type[Selector]] = Registry(

@@ -23,6 +23,7 @@ class SelectionInput:
     rows: Tensor  # (B,) numbers of the images in the data set, from 0
     features: Tensor  # (B, D) its input
     hidden: Tensor  # (B, H) the input of its last layer
+    shares: Tensor | None = None  # (C,) of the images that the clusters have, where they are not to be of equal size
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from cdc_plugin.core.losses import (
     l1_loss,
     label_smoothing_loss,
     negative_entropy,
+    prior_divergence,
     pseudo_label_loss,
     soft_target_loss,
 )
@@ -62,6 +63,22 @@ def test_a_constant_added_to_a_row_of_logits_changes_no_loss():
     logits, targets = random_case()
     shift = torch.arange(12.0).unsqueeze(1) * 10
     torch.testing.assert_close(calibration_loss(logits + shift, targets, 1.0), calibration_loss(logits, targets, 1.0))
+
+
+def test_divergence_from_shares_is_that_of_the_definition_and_negative_entropy_where_they_are_equal():
+    logits = torch.randn(20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    shares = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    mean = logits.softmax(dim=1).mean(dim=0)
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(mean), torch.distributions.Categorical(shares)
+    )
+    assert prior_divergence(logits, shares).item() == pytest.approx(expected.item())
+    assert torch.autograd.gradcheck(lambda x: prior_divergence(x, shares), logits)
+    equal = torch.full((4,), 0.25, dtype=torch.float64)
+    assert prior_divergence(logits, equal).item() == pytest.approx(negative_entropy(logits).item() + math.log(4))
+    targets = torch.eye(4, dtype=torch.float64).repeat(5, 1)
+    both = soft_target_loss(logits, targets) + 0.3 * expected
+    assert calibration_loss(logits, targets, 0.3, shares=shares).item() == pytest.approx(both.item())
 
 
 def test_even_clusters_have_the_least_negative_entropy():

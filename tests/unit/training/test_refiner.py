@@ -25,7 +25,7 @@ from tests.helpers.refiners import (
 
 
 def test_the_pseudo_label_step_leaves_the_calibration_head_untouched_and_no_weight_has_two_optimisers(monkeypatch):
-    monkeypatch.setattr(steps, "calibration_loss", lambda logits, targets, weight, fit: (logits * 0).sum())
+    monkeypatch.setattr(steps, "calibration_loss", lambda logits, *others: (logits * 0).sum())
     refiner = make(settings())
     refiner.select = trust(1)
     assert train_one_batch(refiner)[1] == ["backbone", "clustering_head"]
@@ -61,7 +61,7 @@ def test_training_lowers_the_clustering_loss_and_zero_epochs_change_nothing():
 
 
 @pytest.mark.parametrize("backbone", [with_batchnorm, without_batchnorm])
-@pytest.mark.parametrize("changes", [{}, {"mini_clusters": 0}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"mini_clusters": 0}, {"sizes": "estimated"}], ids=str)
 def test_a_run_restored_from_a_file_that_is_read_safely_continues_bit_for_bit(tmp_path, backbone, changes):
     changes = {**changes, "schedule": "constant"}
     whole, first = make(settings(**changes), backbone), make(settings(epochs=1, **changes), backbone)
@@ -72,6 +72,19 @@ def test_a_run_restored_from_a_file_that_is_read_safely_continues_bit_for_bit(tm
     assert begun + fit(second) == expected
     assert same(tensors_of(second), tensors_of(whole))
     assert all_finite(whole)
+
+
+def test_estimated_sizes_follow_the_predictions_and_equal_ones_are_not_estimated():
+    refiner = make(settings(sizes="estimated", epochs=1))
+    targets = []
+    for seed in range(3):
+        refiner.train_batch(views(seed), torch.Generator().manual_seed(0))
+        targets.append(refiner.shares)
+    assert not torch.equal(targets[0], targets[2])
+    assert refiner.networks.shares is refiner.shares
+    plain = make(settings(sizes="equal", epochs=1))
+    fit(plain)
+    assert plain.shares is plain.networks.shares is None
 
 
 def test_a_backbone_with_dropout_is_reproducible_and_leaves_the_global_generator_alone():

@@ -41,8 +41,9 @@ def reviewed(
     epoch: int = 2,
     start: torch.Tensor | None = None,
     earlier: Sequence[dict[str, Any]] = (),
+    sizes: str = "equal",
 ) -> tuple[Run, Refiner]:
-    refiner = make(settings(epochs=6, rounds=3, clusters=CLUSTERS), nn.Identity, features=10)
+    refiner = make(settings(epochs=6, rounds=3, clusters=CLUSTERS, sizes=sizes), nn.Identity, features=10)
     refiner.train_batch(views(), torch.Generator().manual_seed(0))  # so that optimisers remember something
     refiner.epoch = epoch
     probs = np.eye(CLUSTERS, dtype=np.float32)[assignment.numpy()]
@@ -86,6 +87,26 @@ def test_stuck_heads_begin_again_from_the_better_partition_without_the_memory_of
         if p in optimizer.state
     ]
     assert not [state for state in remembered if state]
+
+
+def test_clusters_of_estimated_sizes_are_regrouped_by_links(blobs, monkeypatch):
+    run, refiner = reviewed(blobs, MERGED, MERGED, monkeypatch, sizes="estimated")
+    assert run.reviews[-1]["bond_ratio"] > review.MISGROUPED
+    assert run.reviews[-1]["restarted"]
+    assert refiner.shares is None  # those of the old heads
+    assert agreement(refiner.networks.clustering_head.eval()(blobs).argmax(dim=1), TRUTH, CLUSTERS) > 0.95
+    run, _ = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch, sizes="estimated")
+    assert run.reviews[-1]["bond_ratio"] < review.MISGROUPED
+    assert not run.reviews[-1]["restarted"]
+    run, _ = reviewed(blobs, MERGED, MERGED, monkeypatch, sizes="equal")
+    assert run.reviews[-1]["bond_ratio"] == 0
+
+
+def test_k_means_does_not_overrule_clusters_of_estimated_sizes(blobs, monkeypatch):
+    monkeypatch.setattr(review, "compare_basins", lambda *args: 2 * review.STUCK)
+    for sizes, restarted in (("estimated", False), ("equal", True)):
+        run, _ = reviewed(blobs, TRUTH, TRUTH.roll(1), monkeypatch, sizes=sizes)
+        assert run.reviews[-1]["restarted"] == restarted
 
 
 def test_after_the_last_round_nothing_is_changed_any_more(blobs, monkeypatch):

@@ -10,12 +10,13 @@ from tests.helpers import random_probs
 BOTH = [select_confident, select_confident_column]
 
 
-def by_loops(probs: np.ndarray, by_column: bool) -> tuple[list[bool], list[int]]:
+def by_loops(probs: np.ndarray, by_column: bool, shares: list[float] | None = None) -> tuple[list[bool], list[int]]:
     """Sec. 3.2 word by word: lists, sums, floors."""
     batch, clusters = probs.shape
     mask, quota = [False] * batch, []
     for cluster in range(clusters):
-        ranked = sorted(range(batch), key=lambda sample: (-probs[sample, cluster], sample))[: batch // clusters]
+        depth = batch // clusters if shares is None else max(1, round(batch * shares[cluster]))
+        ranked = sorted(range(batch), key=lambda sample: (-probs[sample, cluster], sample))[:depth]
         mass = sum(float(probs[s, cluster] if by_column else probs[s].max()) for s in ranked)
         quota.append(int(mass + 1e-5) if abs(mass - round(mass)) < 1e-5 else int(mass))
         for sample in ranked[: quota[-1]]:
@@ -49,6 +50,23 @@ def test_selection_agrees_with_plain_loops(select, batch, clusters):
         assert selection.quota.tolist() == quota
         assert selection.mask.tolist() == mask
         assert torch.equal(selection.labels, probs.argmax(dim=1))
+
+
+@pytest.mark.parametrize("shares", [[0.5, 0.32, 0.17, 0.01], [0.97, 0.01, 0.01, 0.01]])
+@pytest.mark.parametrize("select", BOTH)
+def test_clusters_of_estimated_sizes_are_selected_from_by_their_shares(select, shares):
+    for seed in range(5):
+        probs = random_probs(61, 4, seed)
+        selection = select(probs, torch.tensor(shares))
+        mask, quota = by_loops(probs.numpy(), select is select_confident_column, shares)
+        assert selection.quota.tolist() == quota
+        assert selection.mask.tolist() == mask
+
+
+@pytest.mark.parametrize("select", BOTH)
+def test_equal_shares_select_as_none_do(select):
+    probs = random_probs(60, 4)
+    assert torch.equal(select(probs, torch.full((4,), 0.25)).mask, select(probs).mask)
 
 
 @pytest.mark.parametrize("select", BOTH)
