@@ -51,7 +51,7 @@ def reviewed(
     monkeypatch.setattr(review, "head_probabilities", lambda *args: probs)
     nothing: Any = None
     model: Any = SimpleNamespace(backbone=None, calibration_head=refiner.networks.calibration_head)
-    images: Any = SimpleNamespace(count=COUNT)
+    images: Any = SimpleNamespace(noun="image", count=COUNT)
     rows = torch.arange(COUNT)
     run = Run(
         refiner.settings, Path(), Runtime(CPU), images, model, {}, nothing, features if start is None else start, rows
