@@ -17,7 +17,7 @@ from cdc_plugin.core.communities import count_communities
 from cdc_plugin.core.kmeans import kmeans, nearest
 from cdc_plugin.core.valley import compare_neighbours, cut_groups
 
-DRAWS = 3  # of all that is random, whose mean is the evidence
+DRAWS, STARTS = 2, 3  # of all that is random, whose mean is the evidence; of k-means in each
 FINE = 20  # up to here every number is a candidate, above it steps of 10 %
 SEEN_A_CLUSTER = 20  # points that a cluster needs, at the least, to be judged
 DIRECTIONS = 32  # principal components in which valleys are looked for
@@ -96,7 +96,7 @@ def gather_evidence(points: Tensor, candidates: Sequence[int], generator: torch.
 def _judge(
     points: Tensor, halves: Sequence[Tensor], clusters: int, generator: torch.Generator
 ) -> tuple[float, float, float]:
-    assignment = kmeans(points, clusters, generator).assignment
+    assignment = kmeans(points, clusters, generator, starts=STARTS).assignment
     seen = points[:, :DIRECTIONS]
     pairs = compare_neighbours(seen, assignment, generator)
     used = assignment.unique().tolist()
@@ -112,7 +112,7 @@ def measure_strength(points: Tensor, halves: Sequence[Tensor], clusters: int, ge
 
     Mean over clusters of both halves of the points (N, D), as Tibshirani and Walther (2005), who take the least.
     """
-    partitions = [kmeans(points[half], clusters, generator) for half in halves]
+    partitions = [kmeans(points[half], clusters, generator, starts=STARTS) for half in halves]
     strengths = []
     for own, other, half in zip(partitions, partitions[::-1], halves, strict=True):
         named = nearest(points[half], other.centers)[0]

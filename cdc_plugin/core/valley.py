@@ -10,6 +10,7 @@ WIDTH = 0.35  # of the kernel, where the medians of the groups lie at -1 and 1
 INNER = 0.8  # the valley is looked for between these
 NEAREST = 3  # groups that a group is compared with: 200 clusters have 20,000 pairs
 FEWEST = 8  # points of a group that can be cut
+STARTS = 3  # of k-means
 LEAST_PART = 0.1  # of a group; a smaller part is no kind of its own
 
 
@@ -78,7 +79,7 @@ def cut_groups(points: Tensor, assignment: Tensor, generator: torch.Generator) -
         group = points[assignment == number]
         half = torch.zeros(len(group), dtype=torch.bool)
         if len(group) >= FEWEST:
-            half = kmeans(group, 2, generator).assignment.bool()
+            half = kmeans(group, 2, generator, starts=STARTS).assignment.bool()
         if LEAST_PART <= half.float().mean() <= 1 - LEAST_PART:
             cuts[number] = measure_valley(group[~half], group[half], generator), half
         else:

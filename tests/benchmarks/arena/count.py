@@ -36,6 +36,7 @@ FEWER, DRAWS = (2, 3, 4, 5, 7), 2  # classes that are left of a set; sets of the
 SMALL = {"input_size": 64}
 CLOSE = 0.12  # on the scale of logarithms: how near to the truth a number is as good
 RIDGE = 0.01
+WHOLE = 10.0  # times what a few classes of a set weigh
 HELD = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 COVERED = 0.9  # of the sets left out are to lie in the range
 
@@ -106,7 +107,7 @@ def fit(cases: Sequence[Case]) -> list[float]:
     apart = [np.log(case["candidates"] / case["classes"]) for case in cases]
     wanted = [torch.softmax(torch.from_numpy(-((each / CLOSE) ** 2) / 2).float(), dim=0) for each in apart]
     # A whole set is what people have; a few of its classes are a makeshift.
-    shares = torch.tensor([(1.0 if " " in case["name"] else 1.5) / sources.count(case["source"]) for case in cases])
+    shares = torch.tensor([(1.0 if " " in case["name"] else WHOLE) / sources.count(case["source"]) for case in cases])
     optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_strength_is_that_of_counting_pairs():
     halves = torch.randperm(90, generator=random()).tensor_split(2)
     found = measure_strength(points, halves, 4, random(1))
     randomness = random(1)
-    first, second = (kmeans(points[half], 4, randomness) for half in halves)
+    first, second = (kmeans(points[half], 4, randomness, starts=3) for half in halves)
     shares = []
     for own, other, half in ((first, second, halves[0]), (second, first, halves[1])):
         named = torch.cdist(points[half], other.centers).argmin(dim=1).tolist()
