@@ -34,7 +34,7 @@ class Weights(NamedTuple):
 
 
 # Chosen by tests/benchmarks/arena/count.py on real sets, each reported only by weights that were chosen without it.
-WEIGHTS = Weights(-10.0, 10.0, -1.0, -1.0, 0.9)
+WEIGHTS = Weights(between=-3.17, inside=11.24, unsteady=-0.79, off=-1.66, held=0.7)
 
 
 @dataclass(frozen=True)
