@@ -9,7 +9,7 @@ FLOOR = 0.1  # of an equal share, below which no cluster is thought to fall
 def follow_shares(past: Tensor | None, probs: Tensor, momentum: float) -> Tensor:
     """Return the shares (C,) of the clusters: a moving average of the mean predictions (B, C), with a floor.
 
-    >>> follow_shares(torch.tensor([0.5, 0.5]), torch.tensor([[0.9, 0.1], [0.7, 0.3]]), momentum=0.5)
+    >>> follow_shares(Tensor([0.5, 0.5]), Tensor([[0.9, 0.1], [0.7, 0.3]]), momentum=0.5)
     tensor([0.6500, 0.3500])
     """
     present = probs.mean(dim=0)
@@ -25,7 +25,7 @@ def estimate_shares(probs: Tensor, doubt: float) -> tuple[Tensor, Tensor]:
     confidence, as a logit. Were the logit of one cluster off by it everywhere, the share would be by that times the
     mean of p (1 - p).
 
-    >>> share, error = estimate_shares(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), doubt=0.0)
+    >>> share, error = estimate_shares(Tensor([[1.0, 0.0], [0.5, 0.5]]), doubt=0.0)
     >>> share.tolist(), error.tolist()
     ([0.75, 0.25], [0.25, 0.25])
     """
