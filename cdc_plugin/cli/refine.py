@@ -38,7 +38,7 @@ def refine_parser() -> argparse.ArgumentParser:
     common.add_settings(what, "backbone")
     common.add_features(what)
     common.add_settings(what, "data")
-    common.add_settings(what, "clusters", type=str, metavar="C")
+    common.add_settings(what, "clusters", type=read_number)
     what.add_argument("--recipe", metavar="NAME_OR_FILE", help="settings to start from (--list-recipes)")
     common.add_settings(what, "format", "arch", "branch", "head", "pool", "trust_checkpoint", "partial_weights")
     common.add_settings(what, "labels", help="ignore class sub-folders and label arrays")
@@ -60,6 +60,11 @@ def refine_parser() -> argparse.ArgumentParser:
     other.add_argument("--dry-run", action="store_true", help="print resolved settings and plan, and stop")
     other.add_argument("--quiet", action="store_true", help="print the outcome only")
     return parser
+
+
+def read_number(word: str) -> int | str:
+    """Return a whole number as one; other words, such as auto, are for `load_config` to judge."""
+    return int(word) if word.isdecimal() and word.isascii() and len(word) < 10 else word
 
 
 def refine_command(arguments: Sequence[str] | None = None) -> None:
@@ -133,7 +138,7 @@ def outcome(report: Report) -> str:
             f"{old['agreement_before']:.1%} of the {noun}s start in the old model's cluster, "
             f"{old['agreement_after']:.1%} end there ({old['writer']})"
         )
-    lines += filter(None, [describe_count(metrics["count"])])
+    lines += filter(None, [describe_count(metrics.get("count"))])
     lines += describe_spaces(metrics)
     lines += [f"warning: {warning['text']}" for warning in facts["warnings"]]
     if metrics["skipped"]:

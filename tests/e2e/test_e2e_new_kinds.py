@@ -60,7 +60,7 @@ def test_what_no_cluster_fits_comes_back_in_groups_and_then_in_clusters(folder):
 
 def test_known_samples_alone_hold_no_new_kind(folder):
     words = ("--model", folder / "run", "--features", folder / "old.npy", "--out", folder / "old.csv", "--new-kinds")
-    assert "no new kind among 240 images" in succeed("predict", *words).stdout
+    assert "no new kind among 240 samples" in succeed("predict", *words).stdout
     assert not (folder / "old.new-kinds.html").exists()
     np.save(folder / "three.npy", np.load(folder / "new.npy")[:3])
     words = ("--model", folder / "run", "--features", folder / "three.npy", "--out", folder / "three.csv")
