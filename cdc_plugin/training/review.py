@@ -147,16 +147,18 @@ def find_other_number(run: Run) -> Count | None:
 
     Features that stay as they are have nothing to add to what was found at the start.
     """
-    if run.count is None or run.returned or not may_return(run) or len(run.count["tried"]) > CHANGES:
+    between, now = run.settings.clusters_between, run.settings.clusters
+    if run.count is None or not between or run.returned or not may_return(run) or len(run.count["tried"]) > CHANGES:
         return None
+    low, high = max(between[0], (now + 1) // 2), min(between[1], 2 * now)  # half to twice as many
     features = shared_features(run.model.backbone, run.images, run.runtime, cached=False)
-    found = find_number(features, run.settings.clusters_between or (2, 2), run.settings.seed)
+    found = find_number(features, (low, high), run.settings.seed)
     found = dataclasses.replace(found, tried=[*run.count["tried"], found.number])
-    if found.number in run.count["tried"] or found.odds(run.settings.clusters) < ODDS:
-        log.info("the features after training do not ask for another number than %d", run.settings.clusters)
+    if found.number in run.count["tried"] or found.odds(now) < ODDS:
+        log.info("the features after training do not ask for another number than %d", now)
         return None
     words = "after training with %d clusters the features speak for %d: beginning again with these"
-    log.info(words, run.settings.clusters, found.number)
+    log.info(words, now, found.number)
     return found
 
 
