@@ -79,11 +79,8 @@ def measure_start(prepared: Prepared, heads: InitialHeads, settings: ResolvedCon
 def begin_again(run: Run, count: Count) -> Run:
     """Return a run with another number of clusters, from the start, in the place of this one."""
     put_start_back(run)
-    settings, backbone, runtime = (
-        dataclasses.replace(run.settings, clusters=count.number),
-        run.model.backbone,
-        run.runtime,
-    )
+    settings = dataclasses.replace(run.settings, clusters=count.number)
+    backbone, runtime = run.model.backbone, run.runtime
     features = shared_features(backbone, run.images, runtime)
     heads = start_heads("prototypes", settings, features, generator(settings.seed, INITIALISATION), runtime.device)
     loaded = Loaded(backbone, Origin("the start of the run"))
